@@ -30,7 +30,7 @@ import torch
 import triton
 from harness import command_line
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.shapes import MIXTURES, MODELS, TUNED, layers
+from kernel_bench.shapes import MIXTURES, MODELS, TUNED, layers, linears
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
     PRODUCTS,
@@ -45,9 +45,10 @@ from model_sizes import SHAPES
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, parse_entry
-from safetensors import safe_open
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
+
+from qarl.config.architecture import read_config_json
 
 NOTHING = Entry(())
 Work = tuple[Callable[[torch.device], Problem], list[int]]  # what makes a problem on a device, and its numbers of rows
@@ -153,22 +154,11 @@ def save(out: Path, problem: Problem, found: Tuned) -> None:
 
 
 def shapes_of_model(directory: Path) -> list[tuple[int, int]]:
-    """(N, K) of the weights of a Hugging Face model's linear layers, from its safetensors headers."""
-    shapes: set[tuple[int, int]] = set()
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        sys.exit(f"{directory}: no safetensors files; give a Hugging Face model directory")
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            sizes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
-        for name, size in sizes.items():
-            if name.endswith("proj.weight") and len(size) == 2:
-                shapes.add(size)
-            elif name.endswith("proj.weight_packed"):
-                shapes.add((size[0], size[1] * 8))
-    if not shapes:
-        sys.exit(f"{directory}: no linear layers named *proj were found; give the shapes with --shapes NxK")
-    return sorted(shapes)
+    """(N, K) of the weights of a Hugging Face model's linear layers. Raises SystemExit for another directory."""
+    try:
+        return sorted(set(linears(read_config_json(directory / "config.json")).values()))
+    except ValueError as error:
+        sys.exit(f"error: --model: {directory}/config.json: {error}; give a Hugging Face model directory")
 
 
 def parse_shape(text: str) -> tuple[int, int]:

@@ -16,7 +16,6 @@ from products import relative_error
 from qarl_kernels import tuning
 from qarl_kernels.launch import recording
 from qarl_kernels.tuning import BACKWARD, FAMILIES, Entry, Tile
-from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
 import tune_kernels
@@ -76,20 +75,12 @@ def test_every_candidate_is_recorded_for_compilation_before(grouped: bool) -> No
     assert any("dequantize" in launch.kernel.__name__ for launch in fused)
 
 
-def test_shapes_come_from_the_headers_of_a_model(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="no safetensors files; give a Hugging Face model directory"):
+def test_shapes_are_those_of_a_models_packed_weights(tmp_path: Path, tiny_model) -> None:
+    with pytest.raises(SystemExit, match="give a Hugging Face model directory"):
         tune_kernels.shapes_of_model(tmp_path)
-    save_file({"lm_head.weight": torch.zeros(2, 2)}, tmp_path / "model.safetensors")
-    with pytest.raises(SystemExit, match="give the shapes with --shapes NxK"):
-        tune_kernels.shapes_of_model(tmp_path)
-    tensors = {
-        "model.layers.0.mlp.down_proj.weight": torch.zeros(64, 128),
-        "model.layers.1.mlp.down_proj.weight": torch.zeros(64, 128),
-        "model.layers.0.self_attn.q_proj.weight_packed": torch.zeros(96, 8, dtype=torch.int32),
-        "model.embed_tokens.weight": torch.zeros(300, 64),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    assert tune_kernels.shapes_of_model(tmp_path) == [(64, 128), (96, 64)]
+    assert tune_kernels.shapes_of_model(tiny_model()) == [(64, 64), (64, 128), (128, 64), (256, 64)]
+    assert tune_kernels.shapes_of_model(tiny_model("mixtral")) == [(64, 64), (128, 64)]
+    assert tune_kernels.shapes_of_model(tiny_model("qwen2_moe")) == [(64, 64), (64, 96), (128, 64), (192, 64)]
 
 
 def test_what_was_not_measured_stays_or_is_left_to_another_table() -> None:
