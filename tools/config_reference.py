@@ -34,11 +34,6 @@ class Row(NamedTuple):
     default: str
     text: str
 
-    @property
-    def meaning(self) -> tuple[str, str, str]:
-        """What two kinds of a section have in common if they share the key: all but the default."""
-        return self.key, self.kind, self.text
-
 
 def main() -> None:
     sys.path[:0] = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
@@ -109,26 +104,37 @@ class Reference:
 
     def tables(self, name: str, section: Schema) -> str:
         """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
-        kinds = self.kinds(section)
+        head, kinds = ["key", "type, default", "meaning"], self.kinds(section)
         if not kinds:
-            return table(["key", "type, default", "meaning"], [cells(row) for row in self.rows("", section, name)])
+            return table(head, [cells(row) for row in self.rows("", section, name)])
         selector = section.get("discriminator", {}).get("propertyName", "name")
-        own, before, seen = {}, dict(self.seen), dict(self.seen)
+        before, seen = dict(self.seen), dict(self.seen)
+        names: dict[str, str] = {}
+        found: dict[Row, dict[str, list[str]]] = {}  # rows without their default -> default -> kinds
         for kind in kinds:
-            label = str(kind["properties"][selector].get("const", kind.get("title")))
+            label = f"`{kind['properties'][selector].get('const', kind.get('title'))}`"
             self.seen = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
-            own[label] = {row.key: row for row in self.rows("", kind, name)}
+            for row in self.rows("", kind, name):
+                if row.key == selector:
+                    names[label] = row.text
+                else:
+                    found.setdefault(row._replace(default=""), {}).setdefault(row.default, []).append(label)
             seen |= self.seen
         self.seen = seen
-        names = [[f"`{label}`", found.pop(selector).text] for label, found in own.items()]
-        shared, others = _shared_and_others(own, names)
-        return "\n".join(
-            [
-                table([f"`{selector}`", "meaning"], names),
-                table(["key", "type, default", "meaning"], shared),
-                table(["key", f"`{selector}`", "type, default", "meaning"], others),
-            ]
-        )
+        shared, others = [], []
+        for row, by_default in found.items():
+            common = max(by_default, key=lambda default: len(by_default[default]))
+            key, value, text = cells(row._replace(default=common))
+            for default, labels in by_default.items():
+                value += f"; default for {', '.join(labels)}: {default or 'null'}" if default != common else ""
+            having = [label for label in names if any(label in some for some in by_default.values())]
+            if rest := [label for label in names if label not in having]:
+                which = ", ".join(having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
+                others.append([key, which, value, text])
+            else:
+                shared.append([key, value, text])
+        tables = [table([f"`{selector}`", "meaning"], [list(item) for item in names.items()]), table(head, shared)]
+        return "\n".join([*tables, table(["key", f"`{selector}`", *head[1:]], others)])
 
     def rows(self, path: str, section: Schema, name: str) -> Iterator[Row]:
         """The keys of a section and of the sections in it.
@@ -180,30 +186,6 @@ class Reference:
             else:
                 kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
         return ", ".join(dict.fromkeys(kinds))
-
-
-def _shared_and_others(
-    own: dict[str, dict[str, Row]], names: list[list[str]]
-) -> tuple[list[list[str]], list[list[str]]]:
-    """Cells of the keys that all kinds of a section have, and of the others, with the kinds that have them."""
-    grouped: dict[tuple[str, str, str], dict[str, list[str]]] = {}
-    for label, found in own.items():
-        for row in found.values():
-            grouped.setdefault(row.meaning, {}).setdefault(row.default, []).append(f"`{label}`")
-    shared, others = [], []
-    for (key, kind, text), by_default in grouped.items():
-        common = max(by_default, key=lambda default: len(by_default[default]))
-        first, value, meaning = cells(Row(key, kind, common, text))
-        for default in (default for default in by_default if default != common):
-            value += f"; default for {', '.join(by_default[default])}: {default or 'null'}"
-        having = [label for label, _ in names if any(label in some for some in by_default.values())]
-        rest = [label for label, _ in names if label not in having]
-        which = ", ".join(having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
-        if rest:
-            others.append([first, which, value, meaning])
-        else:
-            shared.append([first, value, meaning])
-    return shared, others
 
 
 def bounds_of(part: Schema) -> str:
