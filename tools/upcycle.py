@@ -116,8 +116,8 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
     if start is None:
         raise UserError(f"--model: {options.model}: its tokenizer has no token that text begins with; give another")
     parent.to(device)
-    generator = torch.Generator().manual_seed(options.seed)
-    ids = sample(parent, start, -(-options.tokens // options.length), options.length, options.seed)
+    generator = torch.manual_seed(options.seed)  # torch's own, which `generate` samples with
+    ids = sample(parent, start, -(-options.tokens // options.length), options.length)
     with staged(options.out) as directory:
         save_tokenizer(tokenizer, directory)
         fits = write(directory, options, parent, dict(dense), ids, generator)
@@ -293,12 +293,11 @@ def fit(x: Tensor, errors: Tensor, first: Tensor, *, top_k: int, steps: int, gen
 
 
 @torch.no_grad()
-def sample(model: PreTrainedModel, start: int, count: int, length: int, seed: int) -> Tensor:
+def sample(model: PreTrainedModel, start: int, count: int, length: int) -> Tensor:
     """Sample `count` sequences of `length` tokens at temperature 1, from the token `start` on: int64 on the CPU.
 
     A sequence goes on after an end token, as the turns of a conversation do.
     """
-    torch.manual_seed(seed)
     own, sampling = model.generation_config, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     model.generation_config = GenerationConfig(**sampling, max_length=length, eos_token_id=None, pad_token_id=0)
     batches = []

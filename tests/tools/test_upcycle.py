@@ -72,11 +72,17 @@ def test_one_seed_repeats_byte_for_byte_and_without_noise_the_logits_are_the_par
 
 def test_training_lowers_the_error_and_every_expert_is_used(child: SimpleNamespace) -> None:
     ids = torch.randint(259, (4, 32), generator=torch.Generator().manual_seed(0))
+    parent, model = (AutoModelForCausalLM.from_pretrained(path).float() for path in (child.parent, child.out))
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(child.out)(ids, output_router_logits=True).router_logits
-    for layer in logits:
-        shares = mixture(layer.float(), 2)[2].mean(0)
-        assert 0 < shares.min() <= shares.max() < 1
+        for layer in model(ids, output_router_logits=True).router_logits:
+            shares = mixture(layer, 2)[2].mean(0)
+            assert 0 < shares.min() <= shares.max() < 1
+        expected, trained = (one(ids).logits.log_softmax(-1) for one in (parent, model))
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.neg_()
+        opposite = model(ids).logits.log_softmax(-1)
+    near, far = ((expected.exp() * (expected - found)).sum(-1).mean() for found in (trained, opposite))
+    assert 0 < near < far
     errors = child.report["router_error"]
     assert all(after < before for before, after in zip(errors["before"], errors["after"], strict=True))
 
@@ -124,6 +130,8 @@ def test_a_router_learns_the_best_experts() -> None:
     wrong = torch.stack([~right, ~right, right, right], 1).float()
     first = 0.01 * torch.randn(4, 8, generator=generator)
     found = fit(x, torch.diag_embed(wrong), first, top_k=2, steps=300, generator=generator)
+    _, weights, _ = mixture(x @ first.T, 2)
+    assert found.before == pytest.approx((weights * wrong).square().sum(1).mean().item())
     assert found.after < 0.2 * found.before
     _, weights, _ = mixture(x @ found.weight.T, 2)
     assert (weights * wrong).sum(1).mean() < 0.2  # 0.5 for a router that knows nothing
