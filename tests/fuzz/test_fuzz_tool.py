@@ -1,5 +1,6 @@
 """`tools/fuzz.py` itself: planted faults are found and named, cases repeat, and the summary counts them."""
 
+import hashlib
 import json
 import os
 import random
@@ -16,7 +17,7 @@ import pytest
 from fuzzing.base import RUN, write_inputs
 from fuzzing.case import Case, Outcome, execute
 from fuzzing.configs import schema_keys, valid_config
-from fuzzing.damage import write_tensors
+from fuzzing.damage import seal, write_tensors
 from fuzzing.options import WORKING, options
 from fuzzing.series import KINDS, build, names, with_draws
 from fuzzing.values import argument, paths, texts
@@ -225,6 +226,20 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
     assert record["total"] == record["kinds"]["config"] == record["commands"]["check"] == expected
     assert len(record["bad"]) == 3 and "hang" in tally.table()
     assert "--seed 9 --only config-0" in record["bad"][-1] and "KeyError: 'planted'" in record["bad"][-1]
+
+
+def test_a_sealed_checkpoint_has_digests_that_fit(base: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(base / RUN / "checkpoints/000003", tmp_path / "000003")
+    (folder / "state.json").write_text("{}")
+    seal(folder)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, entry in manifest["files"].items():
+        raw = (folder / name).read_bytes()
+        assert entry == {"bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    own = manifest.pop("sha256")
+    seal(folder)
+    assert json.loads((folder / "manifest.json").read_text())["sha256"] == own
+    assert own == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def test_mutators_leave_the_base_alone(base: Any, tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from fuzzing.values import shown
 from harness import aligned, environment
 
 FAULTS = ("traceback", "hang", "signal", "memory", "exit code", "output", "silent", "untrainable")
-UNEXPECTED = 70  # exit code of qarl for a fault that it does not know
 LONGEST_LINE = 20_000  # characters; nobody reads a longer line of an error
 MEMBER_FAILED = ("compare",)  # commands whose exit code 1 is documented: a member failed, a reader disagrees
 TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
@@ -47,8 +46,6 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
         return Verdict("bad", "signal", f"signal {-outcome.code}")
     if outcome.memory > case.memory_limit:
         return Verdict("bad", "memory", f"held {outcome.memory / GIB:.1f} GiB more than at its start")
-    if outcome.code == UNEXPECTED:
-        return Verdict("bad", "exit code", said)
     if strange := _strange(out, err):
         return Verdict("bad", "output", strange)
     if outcome.code == 0:
