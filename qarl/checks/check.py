@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qarl_formats.scheme import check_shape, is_ignored
 
-from qarl.checks.check_files import Unusable, file_faults, look, task_faults, thread_faults
+from qarl.checks.check_files import Unusable, file_faults, look, task_faults
 from qarl.checks.check_ranks import several_ranks_faults
 from qarl.config.architecture import (
     Architecture,
@@ -48,7 +48,7 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     Raises:
         UserError: One line per fault.
     """
-    faults = [*file_faults(config), *task_faults(config), *thread_faults(config)]
+    faults = [*file_faults(config), *task_faults(config)]
     inspection = Inspection(None)
     try:
         inspection = _inspect(config.model)

@@ -1,9 +1,8 @@
-"""Checks of a configuration against the machine: paths, files, rows of a task, threads. Loads no data."""
+"""Checks of a configuration against the machine: paths, files, rows of a task. Loads no data."""
 
 import importlib.util
 import os
 import re
-import resource
 import stat
 import string
 from collections.abc import Iterator
@@ -93,23 +92,6 @@ def task_faults(config: Config) -> Iterator[Fault]:
     for index, task in enumerate(config.evaluation.tasks):
         if task.data is not None:
             yield from _task_faults(("evaluation", "tasks", index, "data"), task.data)
-
-
-def thread_faults(config: Config) -> Iterator[Fault]:
-    """More threads than the system allows this user. torch has two thread pools."""
-    threads = config.train.threads
-    if threads is None:
-        return
-    limits = [] if os.geteuid() == 0 else [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
-    for file in ("/proc/sys/kernel/threads-max", "/sys/fs/cgroup/pids.max", "/sys/fs/cgroup/pids/pids.max"):
-        try:
-            text = Path(file).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        limits += [int(text)] if text.isdigit() else []
-    most = min((limit for limit in limits if limit >= 0), default=None)
-    if most is not None and 2 * threads > most:
-        yield config.fault("train.threads", f"this machine allows {most} threads in all; lower it")
 
 
 def _expect(key: Loc, text: str, kind: Kind, missing: str, value: str | None = None) -> Iterator[Fault]:

@@ -1,13 +1,9 @@
 """The keys of config.json that change a forward, per family: implemented, or refused unless they are off. No torch.
 
-Every key that the modeling code of transformers reads for a supported family has one of these classes:
-
-- implemented: qarl computes what transformers computes with the value (`implemented`);
-- refused: accepted only at the values that leave the forward unchanged (`refused`);
-- irrelevant: training only, token ids, the layout of the outputs, bookkeeping (`IRRELEVANT`).
-
-transformers ignores any other key, and so does qarl. `tests/config/test_model_fields.py` reads the source of the
-installed transformers and fails if it reads a key that has no class here.
+Of the keys that transformers reads for a supported family, qarl computes what transformers computes (`IMPLEMENTED`), or
+accepts only the values that leave the forward unchanged (`refused`). It ignores the others, which do not change a
+forward. `tests/config/test_model_fields.py` lists those, reads the source of the installed transformers, and fails if
+it reads a key that is in none of the three.
 """
 
 import json
@@ -28,7 +24,7 @@ _COMMON = _keys(
 _WINDOWS = "use_sliding_window sliding_window"
 _EXPERTS = "num_experts num_experts_per_tok norm_topk_prob"
 _SPARSE = f"{_EXPERTS} moe_intermediate_size decoder_sparse_step mlp_only_layers"
-_IMPLEMENTED = {
+IMPLEMENTED = {
     family: _COMMON | _keys(keys)
     for family, keys in {
         "llama": "attention_bias mlp_bias",
@@ -113,29 +109,6 @@ _VLLM_OFF_OF_FAMILY: dict[str, dict[str, tuple[Any, ...]]] = {
     "qwen3_moe": {"shared_expert_intermediate_size": (None,)},
 }
 
-# pretraining_tp: transformers 4 split matrix products into this many parts; 5 does not read it.
-# num_labels and the like: for classification heads. attention_dropout: training only; a policy's forward drops nothing.
-# mtp_*, mlp_layer_types, number_of_conv_states and the like: parts that only other families have.
-IRRELEVANT = _keys(
-    "ada_rms_norm_t_cond_dim architectures attention_dropout attn_implementation auto_map bos_token_id "
-    "classifier_dropout dtype eos_token_id first_k_dense_replace gradient_checkpointing hidden_dropout "
-    "id2label init_std initializer_factor initializer_range label2id mlp_layer_types mtp_layer_types "
-    "mtp_mlp_layer_types mtp_per_layer_config name_or_path num_labels num_mtp_layers number_of_conv_states "
-    "pretraining_tp problem_type quantization_config router_aux_loss_coef sep_token_id target_layer_count "
-    "tie_last_hidden_states token_classification_bias torch_dtype transformers_version use_cache"
-)
-# Methods and class attributes of PreTrainedConfig: from_pretrained would overwrite them with the key's value.
-RESERVED = _keys(
-    "allow_global_per_layer_attribute_access attribute_map base_config_key base_model_ep_plan "
-    "base_model_fsdp_plan base_model_pp_plan base_model_tp_plan convert_rope_params_to_dict default_rope_type "
-    "default_theta dict_dtype_to_str from_dict from_json_file from_pretrained get_config_dict get_mtp_config "
-    "get_text_config has_no_defaults_at_init ignore_keys_at_rope_validation is_custom_code is_heterogeneous "
-    "is_remote_code keys_to_ignore_at_inference nested_rope_parameter_keys per_layer_attributes push_to_hub "
-    "register_for_auto_class save_pretrained serialize_explicit_per_layer_config standardize_rope_params "
-    "sub_configs to_dict to_diff_dict to_json_file to_json_string update update_from_string validate "
-    "validate_architecture validate_layer_type validate_output_attentions validate_rope validate_token_ids"
-)
-
 ACTIVATIONS = ("silu", "swish")
 # Types of rotary embedding whose frequencies do not depend on the length of the sequence, with the keys they need.
 ROPE_TYPES: dict[str, tuple[str, ...]] = {
@@ -147,20 +120,15 @@ ROPE_TYPES: dict[str, tuple[str, ...]] = {
 _DEFAULT_WINDOW = {"mistral": 4096, "qwen2": 4096, "qwen3": 4096, "qwen2_moe": 4096, "qwen3_moe": 4096}
 
 
-def implemented(family: str) -> frozenset[str]:
-    """The keys of config.json that qarl's forward of the family implements."""
-    return _IMPLEMENTED[family]
-
-
 def refused(family: str) -> dict[str, tuple[Any, ...]]:
     """The keys that are refused for the family, with the values that are accepted nevertheless."""
     off = _OFF | _OFF_OF_FAMILY.get(family, {})
-    return {key: values for key, values in off.items() if key not in _IMPLEMENTED[family]}
+    return {key: values for key, values in off.items() if key not in IMPLEMENTED[family]}
 
 
 def refused_by_vllm(family: str) -> dict[str, tuple[Any, ...]]:
     """The keys that only vLLM's model of the family reads, with the values at which it computes what qarl does."""
-    off, known = _VLLM_OFF | _VLLM_OFF_OF_FAMILY.get(family, {}), _IMPLEMENTED[family] | refused(family).keys()
+    off, known = _VLLM_OFF | _VLLM_OFF_OF_FAMILY.get(family, {}), IMPLEMENTED[family] | refused(family).keys()
     return {key: values for key, values in off.items() if key not in known}
 
 
@@ -172,8 +140,6 @@ def check_refused(family: str, config: Mapping[str, Any]) -> None:
     for key, accepted in refused(family).items():
         if fault := _fault(config, key, accepted):
             raise ValueError(f"is not valid: {fault}: qarl does not implement it for {family}")
-    for key in sorted(RESERVED & config.keys()):
-        raise ValueError(f"is not valid: {key} overwrites an attribute of transformers' configuration; remove the key")
 
 
 def check_implemented(family: str, config: Mapping[str, Any]) -> None:
@@ -203,7 +169,7 @@ def vllm_fault(family: str, config: Mapping[str, Any], windows: Sequence[int | N
             return f"config.json: {fault}: vLLM follows it, and transformers and qarl do not"
     kinds = config.get("layer_types") or ()
     own = "full_attention" if windows[0] is None else "sliding_attention"
-    if "layer_types" not in _IMPLEMENTED[family] and set(kinds) - {own}:
+    if "layer_types" not in IMPLEMENTED[family] and set(kinds) - {own}:
         return f"config.json: layer_types: vLLM follows it; all layers of this {family} have {own}, so remove the key"
     return ""
 
@@ -237,7 +203,7 @@ def layer_windows(family: str, config: Mapping[str, Any]) -> tuple[int | None, .
 def _check_windows(family: str, config: Mapping[str, Any]) -> None:
     """Refuse windows for which transformers builds no mask: of 0 tokens, or in layers of a model that uses none."""
     used, explicit = bool(config.get("use_sliding_window")), "sliding_attention" in (config.get("layer_types") or ())
-    per_layer = "layer_types" in _IMPLEMENTED[family]
+    per_layer = "layer_types" in IMPLEMENTED[family]
     if 0 in layer_windows(family, config) or (per_layer and explicit and not used):
         raise ValueError("is not valid: layers have a sliding window, and it is 0 or use_sliding_window is false")
     null = "sliding_window" in config and config["sliding_window"] is None

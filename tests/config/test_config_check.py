@@ -1,6 +1,5 @@
 """Checks of a configuration against files, the model's shape and the machine."""
 
-import os
 import re
 from pathlib import Path
 
@@ -250,15 +249,6 @@ def test_what_would_end_a_run_is_refused_before_it_starts(inspect, overrides, me
 
 def test_the_kv_page_is_the_kernels():
     assert limits.KV_PAGE == PAGE
-
-
-def test_more_threads_than_the_machine_allows_are_refused(inspect, monkeypatch):
-    import resource
-
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (100, 100))
-    assert "this machine allows 100 threads in all" in refused(inspect, "train.threads=64")
-    inspect("train.threads=8")
 
 
 @pytest.mark.parametrize(

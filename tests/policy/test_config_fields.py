@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qarl.checks.check import check_model
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
-from qarl.config.model_fields import implemented, layer_windows
+from qarl.config.model_fields import IMPLEMENTED, layer_windows
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -133,7 +133,7 @@ def test_a_value_gives_the_log_probs_of_transformers_or_is_refused_by_name(tmp_p
     assert wrong == {}
     assert refusals <= 6  # of 14 to 29
     aliases = {"model_type", "num_experts", "num_local_experts", "rope_scaling", "rope_parameters"}
-    assert implemented(family) - changed <= aliases | {"original_max_position_embeddings"}  # every key has a case
+    assert IMPLEMENTED[family] - changed <= aliases | {"original_max_position_embeddings"}  # every key has a case
 
 
 @pytest.mark.parametrize("family", FAMILIES)
