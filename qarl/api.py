@@ -46,8 +46,8 @@ Device = Literal["auto", "cpu", "cuda"]
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     """Train a policy to its last step, as `qarl train` does. An interrupted run continues from its checkpoint.
 
-    A process that torchrun or the deepspeed launcher started is one rank of the run. `logging.console` decides what is
-    printed meanwhile: rich, plain or none.
+    A process that torchrun or the deepspeed launcher started is one rank of the run. `logging.console` selects the
+    console output.
 
     Args:
         config: A YAML file, a dict with its keys, or a `qarl.config.Config`. The run directory is `train.run_dir`;
@@ -55,11 +55,11 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
         overrides: Values that replace some of `config`, as {"optim.lr": 5e-7} or ["optim.lr=5e-7"].
 
     Returns:
-        Paths and metrics of the run. `finished` is False if a signal (Ctrl-C, SIGTERM, SIGHUP) stopped it; a checkpoint
-        was saved then.
+        Paths and metrics of the run. `finished` is False if a signal (Ctrl-C, SIGTERM, SIGHUP) stopped the run after it
+        saved a checkpoint.
 
     Raises:
-        UserError: Something that the user can fix.
+        UserError: An error that the user can fix, in the configuration, data or user code.
         qarl.distributed.fault.OtherRankFailed: Another rank of the run failed.
     """
     from qarl.config.weight_files import check_weights
@@ -129,12 +129,12 @@ def export(
     Args:
         run: A run directory, or one of its checkpoints.
         out: A new directory. Default: RUN/export.
-        step: The checkpoint to export. Default: the newest.
-        model: Where the base model is now, if it moved.
-        dtype: "bf16" exports the unquantized masters.
+        step: Checkpoint to export. Default: the newest.
+        model: New location of the base model, if it moved.
+        dtype: "bf16" exports the master weights, unquantized.
         max_shard_size: Maximum size of the tensors in a file, such as "500MB".
         unpacked: Store int4 codes one per byte.
-        for_vllm: Refuse what vLLM cannot load. If False, only transformers and qarl have to read the result.
+        for_vllm: Refuse formats that vLLM cannot load. If False, only transformers and qarl have to read the result.
         verify: Load the export with every installed reader and compare it with the run; see `verified` of the result.
         push_to_hub: A model repository on the Hugging Face hub (`user/name`) that gets the export and its card. It is
             created before anything is written, and gets nothing if `verify` finds a difference.
@@ -142,8 +142,11 @@ def export(
         progress: Called with (bytes written, bytes of all tensors).
         say: Called with a line for each reader of `verify`.
 
+    Returns:
+        Paths, sizes in bytes and digest of the export, and the verification if `verify`.
+
     Raises:
-        UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk or the hub refuses.
+        UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk or the hub fails.
     """
     from qarl.exporting.hub import HubRepository
     from qarl.inference.target import resolve_target
@@ -189,14 +192,17 @@ def quantize(
         out: A new directory.
         scheme, group_size, symmetric, grid: As in the configuration's `quant` section.
         ignore: Layers to leave unquantized, besides lm_head.
-        method: rtn rounds each weight to the nearest code, a baseline; gptq and awq calibrate (`quant.init`).
-        calibration: A UTF-8 file. Default: the language reference that CPython carries.
-        calibration_samples: Windows of 256 tokens. Default: 128.
+        method: How codes are chosen, as `quant.init`: rtn (nearest code), gptq or awq.
+        calibration: Text of gptq and awq, a UTF-8 file. Default: the language reference that CPython carries.
+        calibration_samples: Number of windows of 256 tokens of that text. Default: 128.
         verify_digests: Compare a model that qarl exported in bf16 with its qarl_export.json.
         max_shard_size, unpacked, for_vllm, progress: See `export`.
 
+    Returns:
+        Paths, sizes in bytes and digest of the checkpoint.
+
     Raises:
-        UserError: The model cannot be read, the scheme does not fit a layer, or the disk refuses.
+        UserError: The model cannot be read, the scheme does not fit a layer, or the disk fails.
     """
     from qarl.inference.target import calibration_keys, resolve_target
 
@@ -225,10 +231,13 @@ def verify_export(
         run, step, model: As for `export`.
         out: The exported directory.
         verify_digests: Compare configuration and tokenizer with qarl_export.json too.
-        say: Gets a line for each reader.
+        say: Called with a line for each reader.
 
     Returns:
         The contents of verification.json. Its `ok` is False if a reader failed or differs.
+
+    Raises:
+        UserError: The run or the export cannot be read.
     """
     from qarl.inference.target import resolve_target
 
@@ -310,25 +319,31 @@ def evaluate(
 
     Args:
         target: A run, one of its checkpoints, an exported checkpoint, or a model.
-        data: A set, or several, as NAME, or NAME=PATH for a local file with that set's columns. Without it: a run's
-            evaluation.tasks, or else its training data.
-        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
-        samples: Responses per prompt; default 4, greedy 1.
-        pass_at: Every k of pass@k; default 1 and `samples`.
-        temperature: 0 is greedy; default 1.
-        chat: Wrap prompts in the chat template. None: with `data` as the run did, or the run that was exported, and for
-            another model if its tokenizer has a template; without `data` as each task says.
-        system: System message; None: with `data` the run's own, without it each task's.
+        data: One or several evaluation sets, each as NAME, or NAME=PATH for a local file with that set's columns.
+            Default: the run's evaluation.tasks, or else its training data.
+        scheme, group_size, kv_cache_dtype: Default: the run's own; bf16 for a model.
+        samples: Responses per prompt. Default: 4, or 1 if greedy.
+        pass_at: Values of k for pass@k. Default: 1 and `samples`.
+        temperature: Sampling temperature; 0 is greedy. Default: 1.
+        chat: Wrap prompts in the chat template. None: with `data` as in training (for a run or its export), or if the
+            tokenizer has a template (for other models); without `data` as each task says.
+        system: System message. None: the run's own with `data`, else each task's.
         chat_template_kwargs: Arguments of the chat template, such as {"enable_thinking": False}; None: as for `system`.
-        max_response_length: Tokens.
-        max_prompts: The first prompts of each set.
-        seed: Of the random streams.
-        step: Which checkpoint of a run; default the newest.
-        model: Where a run's base model is now, if it moved.
-        out: Results directory; default RUN/eval/... or eval/...
+        max_response_length: Maximum tokens per response. Default: as configured in the run; 1024 with `data`.
+        max_prompts: Use only the first prompts of each set, at most this many.
+        seed: Random seed. Default: 0.
+        step: Checkpoint of a run. Default: the newest.
+        model: New location of a run's base model, if it moved.
+        out: Results directory. Default: RUN/eval/... or eval/...
         device: auto, cpu or cuda.
         verify_digests: Compare an exported directory with its qarl_export.json.
-        console: rich, plain or none.
+        console: Console output: rich, plain or none.
+
+    Returns:
+        The results and their directory.
+
+    Raises:
+        UserError: The target or the data cannot be read, or the options do not fit.
     """
     from qarl.evaluation.request import Request, evaluation_section, prompting
     from qarl.inference.target import given, resolve_target
@@ -378,24 +393,27 @@ def generate(
     Args:
         target: A run, one of its checkpoints, an exported checkpoint, or a model.
         prompts: One prompt, or several.
-        chat: Wrap prompts in the chat template. None: as the run did, or the run that was exported; for another model
-            if its tokenizer has a template.
-        system: System message; None: the run's own.
+        chat: Wrap prompts in the chat template. None: as in training for a run or its export; for other models if the
+            tokenizer has a template.
+        system: System message. None: the run's own.
         chat_template_kwargs: Arguments of the chat template, such as {"enable_thinking": False}; None: the run's own.
-        stop: Strings that end a completion, beside the model's end of sequence; None: the run's own.
+        stop: Strings that end a completion, in addition to the model's end of sequence. None: the run's own.
         n: Samples per prompt.
-        temperature: 0 takes the likeliest token every time.
+        temperature: Sampling temperature; 0 is greedy.
         top_k, top_p, min_p: Truncation, as in `rollout`; 0, 1 and 0 are off.
-        max_new_tokens: Longest completion.
-        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
-        step: Which checkpoint of a run; default the newest.
-        model: Where a run's base model is now, if it moved.
+        max_new_tokens: Maximum tokens per completion.
+        scheme, group_size, kv_cache_dtype: Default: the run's own; bf16 for a model.
+        step: Checkpoint of a run. Default: the newest.
+        model: New location of a run's base model, if it moved.
         device: auto, cpu or cuda.
         verify_digests: Compare an exported directory with its qarl_export.json.
-        seed: Of the random stream.
+        seed: Random seed.
 
     Returns:
-        The completions in the order (prompt, sample).
+        The completions, ordered by prompt, then by sample.
+
+    Raises:
+        UserError: The target cannot be read, or a prompt does not fit.
     """
     from qarl.inference.target import given, resolve_target
 
@@ -442,27 +460,29 @@ def verify_exact(
     verify_digests: bool = True,
     say: Callable[[str], None] = lambda line: None,
 ) -> Exactness:
-    """Draw tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
+    """Sample tokens with an engine, recompute their log-probs with the learner's forward, and compare them bit for bit.
 
     Args:
         target: A run, one of its checkpoints, an exported checkpoint, or a model.
-        scheme, group_size, kv_cache_dtype: Replace the run's own; for a model the default is bf16.
+        scheme, group_size, kv_cache_dtype: Default: the run's own; bf16 for a model.
         engine: native, or vllm with exact numerics.
-        tokens: Tokens to draw, at least.
-        longest: Tokens of a prompt and its response.
-        sequences: Sequences in flight at once, at most.
-        prompts: Texts, or a file with one per line, taken as they are; None: random tokens.
-        temperature, top_k, top_p, min_p: Of the draws; 0, 1 and 0 turn the last three off.
-        seed: Of prompts and draws.
-        step: Which checkpoint of a run; default the newest.
-        model: Where a run's base model is now, if it moved.
+        tokens: Minimum number of tokens to sample. Default: 1,024 on a CPU, 32,768 on CUDA.
+        longest: Maximum tokens of a prompt plus its response. Default: 192 on a CPU, 1,024 on CUDA.
+        sequences: Maximum concurrent sequences. Default: 6 on a CPU, 48 on CUDA.
+        prompts: Texts, or a file with one per line, used as given. None: random tokens.
+        temperature, top_k, top_p, min_p: Sampling parameters; 0, 1 and 0 turn the last three off.
+        seed: Random seed of prompts and sampling.
+        step: Checkpoint of a run. Default: the newest.
+        model: New location of a run's base model, if it moved.
         device: auto, cpu or cuda.
         verify_digests: Compare an exported directory with its qarl_export.json.
-        say: Gets a line before each part that takes long.
+        say: Called with a line before each long part.
 
     Returns:
-        What was found. If something differs, its `first` names the token, and the layer and operation at which the two
-        forwards part.
+        The result. If a token differs, `first` names it, and the layer and operation at which the two forwards diverge.
+
+    Raises:
+        UserError: The target cannot be read, or the engine cannot run exactly here.
     """
     from qarl.inference.target import given, resolve_target
 

@@ -1,4 +1,4 @@
-"""UserError, and the one line on stderr for every other exception: a fault of the machine, or an internal error."""
+"""`UserError`, and the line on stderr for every other exception: a machine fault or an internal error."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from qarl.utils.text import visible
 
-UNEXPECTED = 70  # the exit code for a fault of the program's own (EX_SOFTWARE of sysexits.h)
+UNEXPECTED = 70  # exit code of an internal error (EX_SOFTWARE of sysexits.h)
 
-# What the user can do about an errno that says that the machine refuses, whatever the program asked for.
+# Fix for each errno that is the machine's refusal, whatever the program requested.
 MACHINE_FIXES = {
     errno.ENOSPC: "free some space there, or choose another place (TMPDIR for temporary files)",
     errno.EDQUOT: "remove files that count against your quota, or choose another place (TMPDIR for temporary files)",
@@ -27,7 +27,7 @@ MACHINE_FIXES = {
     errno.EIO: "check the path and the disk",
     errno.ESTALE: "check the network file system",
 }
-# The same of a path that the error names. Without a path they may come from a defect, such as a wrong process id.
+# The same if the error names a path. Without a path they may come from a defect, such as a wrong process id.
 _PATH_FIXES = {errno.EACCES: "give yourself permission, or choose another path", errno.EPERM: "choose another path"}
 # Messages of torch (GPU and CPU) and of drivers, which raise several classes of RuntimeError.
 _SAID = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
@@ -36,7 +36,7 @@ _NO_SPACE = 64 * 2**10  # bytes: a file system with less is full
 
 
 class UserError(Exception):
-    """A fault in what the user gave. The message is one line: the place, the offending value, the fix.
+    """An error that the user can fix. The message is one line: the place, the offending value, the fix.
 
     `qarl` prints it without a traceback and exits with code 2.
     """
@@ -45,17 +45,18 @@ class UserError(Exception):
 def machine_fault(error: BaseException) -> str | None:
     """Explain an exception that comes from the state of the machine: a full disk, a limit, a missing directory.
 
-    Looks at `error` and at the exceptions that caused it, because libraries wrap what the system says.
+    Args:
+        error: The exception. Its causes are examined too, because libraries wrap errors of the system.
 
     Returns:
-        One line with the path, the reason and a fix. None if `error` is anything else: a missing file that qarl itself
-        should have known about is a defect.
+        One line with the path, the reason and a fix. None for any other exception: a missing file that qarl itself
+        should have checked is an internal error.
     """
     return next((line for cause in _causes(error) if (line := _explained(cause)) is not None), None)
 
 
 def with_traceback(line: str, error: BaseException) -> str:
-    """Append the file with the traceback of `error` to `line`, if it can be saved: a leak can meet a limit too."""
+    """Append the file with the traceback of `error` to `line`, if it can be saved. A leak may cause a machine fault."""
     saved = _saved_traceback(error)
     return line if saved is None else f"{line} (traceback: {saved})"
 
@@ -128,8 +129,8 @@ def unexpected(error: BaseException) -> str:
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")
     saved = _saved_traceback(error)
     if saved is None:
-        return f"a fault of qarl's own: {what}; please report it (the traceback could not be saved)"
-    return f"a fault of qarl's own: {what}; please report it with the traceback in {saved}"
+        return f"internal error: {what}; please report it (the traceback could not be saved)"
+    return f"internal error: {what}; please report it with the traceback in {saved}"
 
 
 def _saved_traceback(error: BaseException) -> str | None:

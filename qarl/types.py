@@ -1,4 +1,4 @@
-"""Plain data: what flows between data, sampler, rewards and learner, and the results of `qarl.api`. Loads no torch."""
+"""Data classes: prompts and rollouts, and the results of `qarl.api`. Loads no torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class GivenResponse:
 
     Attributes:
         token_ids: Tokens after the prompt, including the end-of-sequence token.
-        written: Whether each token is the assistant's, which the loss is over; None: all. Others are later messages of
-            the user, or markup of the chat template.
+        written: Whether each token is the assistant's; None: all. The loss covers only these. Others are later messages
+            of the user, or markup of the chat template.
         complete: Whether the response was not cut to `rollout.max_response_length`.
     """
 
@@ -58,8 +58,8 @@ class Rollout:
         token_ids: Response tokens, including the stop token.
         logprobs: The sampler's natural log-prob per token, after temperature and truncation, as float32 values.
         finish_reason: `stop` (a stop token or string) or `length`.
-        version: Version of the policy that sampled it, or its last token.
-        seed: Of the random stream.
+        version: Version of the policy that sampled its last token.
+        seed: Seed of its random stream.
         text: The response without special tokens and without the stop string.
         routing: Experts per token, (prompt + response - 1, L, k), as `qarl.policy.routes.stored` encodes them; None if
             `SamplingParams` did not request them. The last token predicts nothing and has no entry.
@@ -90,8 +90,8 @@ class TrainResult:
         metrics: One dict per step, as the lines of metrics.jsonl, oldest first, including those of earlier starts.
         evaluations: The lines of evaluations.jsonl.
         checkpoint: Directory of the newest checkpoint; None if there is none.
-        exit_code: 0 if the run is at its last step; 130 or 143 if a signal stopped it after a checkpoint was saved. The
-            same call resumes it.
+        exit_code: 0 if the run is at its last step; 129, 130 or 143 if SIGHUP, Ctrl-C or SIGTERM stopped it after a
+            checkpoint was saved. The same call resumes it.
     """
 
     run_dir: Path
@@ -122,12 +122,12 @@ class ExportResult:
     Attributes:
         path: Its directory.
         files: Size in bytes by file name.
-        tensor_bytes: Size of its tensors.
-        bf16_bytes: Size of the same model in bfloat16.
-        digest: SHA-256 over the manifest of the published tensors.
+        tensor_bytes: Size of its tensors in bytes.
+        bf16_bytes: Size of the same model in bfloat16, in bytes.
+        digest: SHA-256 of the manifest of the published tensors.
         same_as_run: Whether the run recorded the same digest.
         verification: Contents of verification.json; None if verification was not requested.
-        pushed: Address of the commit on the hub; None if it was not pushed.
+        pushed: URL of the commit on the hub; None if it was not pushed.
     """
 
     path: Path
@@ -209,19 +209,20 @@ class Completion:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token that differs in a check of exactness, and the operation at which the two forwards part.
+    """The first token that differs in a check of exactness, and the operation at which the two forwards diverge.
 
     Attributes:
         round, prompt, sample: Indices of the response, from 0, in sampling order.
         token, position: Index of the token in the response and in the whole sequence, from 0.
         token_id: The token.
         sampler, learner: Its log-probs in nats.
-        place: One line that says what the trace found; None if it found nothing, and `note` says why.
+        place: One line with what the trace found; None if it found nothing, see `note`.
         layer: Index of the layer; None outside of the layers.
         operation: One of `qarl.exactness.first_difference.OPERATIONS`.
-        operation_position: Position of the token whose row differs first; at most that of the predicting token.
-        values: Number of values in the operation's result for that token, sampled once more.
+        operation_position: Position of the token at which the operation differs first.
+        values: Number of values in the operation's result for that token.
         values_differing, values_largest: How many of them differ, and the largest difference.
+        note: Why the trace found no operation; empty if it found one.
     """
 
     round: int
@@ -248,14 +249,14 @@ class Exactness:
 
     Attributes:
         target, scheme, kv_cache_dtype, engine, device: What was checked, and where.
-        versions: Of torch, triton and vllm.
+        versions: Versions of torch, triton and vllm.
         tokens, responses: How many were sampled and compared.
         longest: Maximum tokens of a prompt and its response.
         preemptions: How often a sequence lost its KV pages; None if the engine does not report it.
         differing: Tokens whose log-prob differs.
         largest: Largest difference in nats.
         drawn_per_s, recomputed_per_s: Tokens per second of the sampler and of the learner.
-        first: The first difference; None if nothing differs.
+        first: The first difference; None if no token differs.
     """
 
     target: str
@@ -276,4 +277,5 @@ class Exactness:
 
     @property
     def exact(self) -> bool:
+        """Whether no token differs."""
         return self.differing == 0

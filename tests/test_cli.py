@@ -165,7 +165,7 @@ def test_a_bug_is_one_line_and_a_file_with_its_traceback(config, loop, capsys, t
     line = capsys.readouterr().err
     (file,) = tmp_path.glob("qarl-fault-*.txt")
     assert line == (
-        f"error: a fault of qarl's own: ZeroDivisionError: of a kind; please report it with the traceback in {file}\n"
+        f"error: internal error: ZeroDivisionError: of a kind; please report it with the traceback in {file}\n"
     )
     assert "in fail" in file.read_text() and file.stat().st_mode & 0o077 == 0
 

@@ -36,20 +36,31 @@ RATIO_STATS = ("policy/ratio_mean", "policy/clip_frac", "policy/ratio_clamped_fr
 
 @dataclass(frozen=True)
 class TokenLogProbs:
-    """Log-probs of the sampled tokens, packed, (T,) float32 each.
+    """Log-probs of the sampled tokens in nats, packed: (T,) float32 each.
 
     Only `logp`, `entropy` and `divergence` have a gradient.
+
+    Attributes:
+        logp: Learner now.
+        logp_old: Learner at the rollout's weights.
+        logp_sampler: As the sampler reported.
+        logp_shadow: The sampler's arithmetic at the current weights, with `objective.ratio: shadow`.
+        logp_ref: Reference policy, with `objective.kl_coef`.
+        entropy: Entropy of the learner's distribution at the token, in nats, with `objective.entropy_coef`.
+        router_shift: Log of the router-shift ratio, at most 0.
+        divergence: Divergence from the teacher, at least 0.
+        agrees: (T,) bool, whether learner and teacher have the same most likely token.
     """
 
-    logp: Tensor  # learner now
-    logp_old: Tensor  # learner at the rollout's weights
-    logp_sampler: Tensor  # as the sampler reported
-    logp_shadow: Tensor | None = None  # the sampler's arithmetic at the current weights
-    logp_ref: Tensor | None = None  # reference policy
-    entropy: Tensor | None = None  # of the learner's distribution at the token
-    router_shift: Tensor | None = None  # log of the router-shift ratio, at most 0, without gradient
-    divergence: Tensor | None = None  # from the teacher, at least 0, with gradient
-    agrees: Tensor | None = None  # bool, whether learner and teacher have the same most likely token
+    logp: Tensor
+    logp_old: Tensor
+    logp_sampler: Tensor
+    logp_shadow: Tensor | None = None
+    logp_ref: Tensor | None = None
+    entropy: Tensor | None = None
+    router_shift: Tensor | None = None
+    divergence: Tensor | None = None
+    agrees: Tensor | None = None
 
 
 class Pruned(NamedTuple):
@@ -62,14 +73,24 @@ class Pruned(NamedTuple):
 
 @dataclass(frozen=True)
 class SurrogateInputs:
-    """Inputs of an objective for one micro-batch of T tokens and R responses."""
+    """Inputs of an objective for one micro-batch of T tokens and R responses.
 
-    logps: TokenLogProbs  # pruned tokens are 0 in every column, so their ratio is 1
-    log_ratio: Tensor  # (T,) of the ratio that `objective.ratio` names, with the gradient of logp; zeros without one
-    advantages: Tensor  # (R,)
-    segments: Segments  # response of each token
-    pruned: Pruned  # tokens and responses whose value is replaced by 0
-    center: float = 0.0  # `ObjectiveConfig.center` of the minibatch
+    Attributes:
+        logps: Log-probs of the tokens. Pruned tokens are 0 in every column, so their ratio is 1.
+        log_ratio: (T,) float32, log of the ratio that `objective.ratio` selects, with the gradient of `logps.logp`;
+            value 0 for objectives without a ratio.
+        advantages: (R,) float32.
+        segments: The response of each token.
+        pruned: Tokens and responses whose value is replaced by 0.
+        center: `ObjectiveConfig.center` of the minibatch.
+    """
+
+    logps: TokenLogProbs
+    log_ratio: Tensor
+    advantages: Tensor
+    segments: Segments
+    pruned: Pruned
+    center: float = 0.0
 
     @property
     def token_advantages(self) -> Tensor:
@@ -89,10 +110,15 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class Surrogate:
-    """Result of an objective for one micro-batch."""
+    """Result of an objective for one micro-batch.
 
-    value: Tensor  # (T,) value of each token, to maximize (minus a loss), with gradient to the learner's log-probs
-    stats: Stats = field(default_factory=dict)  # by metric name, made with `stat`
+    Attributes:
+        value: (T,) value of each token, to maximize (minus a loss), with a gradient to the learner's log-probs.
+        stats: Metric name -> sum and count, as `stat` returns them.
+    """
+
+    value: Tensor
+    stats: Stats = field(default_factory=dict)
 
 
 class Needs(NamedTuple):
@@ -115,9 +141,16 @@ class Constants(NamedTuple):
 
 
 def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
-    """Compute log(p / p_reference) per token: (T,), (T,) -> (T,), finite unless an input is NaN.
+    """Compute log(p / p_reference) per token.
 
     Two equal infinities have ratio 1. A token with an infinite log-prob has no gradient.
+
+    Args:
+        logp: (T,) log-probs in nats; -inf outside a truncated distribution.
+        logp_reference: (T,) log-probs of the reference.
+
+    Returns:
+        (T,) log ratios, finite unless an input is NaN: infinite ones become +-`INFINITE`.
     """
     both_infinite = logp.isinf() & (logp == logp_reference)
     difference = (logp - logp_reference).masked_fill(both_infinite, 0.0)
@@ -126,16 +159,27 @@ def log_ratio(logp: Tensor, logp_reference: Tensor) -> Tensor:
 
 
 def clamp_exponent(exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the exponent clamped to +-MAX_EXPONENT, and the bool mask of clamped elements, which have no gradient.
+    """Clamp an exponent to +-`MAX_EXPONENT`. `Tensor.clamp` is not used because it has no gradient at NaN either.
 
-    `Tensor.clamp` is not used because it has no gradient at NaN either.
+    Args:
+        exponent: Any shape.
+
+    Returns:
+        The clamped exponent, and the bool mask of clamped elements, which have no gradient.
     """
     high, low = exponent > MAX_EXPONENT, exponent < -MAX_EXPONENT
     return exponent.masked_fill(high, MAX_EXPONENT).masked_fill(low, -MAX_EXPONENT), high | low
 
 
 def clamped_exp(exponent: Tensor) -> tuple[Tensor, Tensor]:
-    """Return exp of the clamped exponent, and the bool mask of clamped elements."""
+    """Compute exp(exponent) with the exponent clamped to +-20, so that the result is finite.
+
+    Args:
+        exponent: Any shape, such as a log ratio (T,).
+
+    Returns:
+        The exponential, and the bool mask of clamped elements, which have no gradient.
+    """
     exponent, beyond = clamp_exponent(exponent)
     return exponent.exp(), beyond
 
@@ -150,6 +194,13 @@ def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
     """Estimate KL(q || p) elementwise from log r, with r = p / q on samples of q (Schulman 2020).
 
     k1 = -log r, k2 = (log r)^2 / 2, k3 = r - 1 - log r, with log r clamped to +-20.
+
+    Args:
+        log_ratio: log r, any shape.
+        estimator: k1, k2 or k3.
+
+    Returns:
+        Estimates in nats, in the shape of `log_ratio`.
     """
     x, _ = clamp_exponent(log_ratio)
     if estimator == "k1":
@@ -161,7 +212,15 @@ def k_estimate(log_ratio: Tensor, estimator: Estimator) -> Tensor:
 
 
 def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the sum and count, (2,) float64, of `values` (any shape, also bool) where `mask` is true, or of all."""
+    """Sum values for a metric: the mean over all micro-batches of a step is the sum of sums over the sum of counts.
+
+    Args:
+        values: Any shape; bool counts as 0 and 1.
+        mask: Bool, same shape: which values to count. None: all.
+
+    Returns:
+        (2,) float64: sum and count, without gradient.
+    """
     import torch
 
     values = values.detach().double()
@@ -171,7 +230,17 @@ def stat(values: Tensor, mask: Tensor | None = None) -> Tensor:
 
 
 def ratio_stats(ratio: Tensor, clipped: Tensor, clamped: Tensor, mask: Tensor | None) -> Stats:
-    """Compute statistics of a ratio, per token or per response: its mean, and the fractions clipped and clamped."""
+    """Compute the statistics of a ratio that the report shows: its mean, and the fractions clipped and clamped.
+
+    Args:
+        ratio: (T,) per token, or (R,) per response.
+        clipped: Bool, same shape: elements that lose their gradient at a bound.
+        clamped: Bool, same shape: elements with a clamped exponent, as `clamped_exp` returns them.
+        mask: Bool, same shape: elements to count. None: all.
+
+    Returns:
+        `policy/ratio_mean`, `policy/clip_frac` and `policy/ratio_clamped_frac`, as `stat` returns them.
+    """
     return {name: stat(x, mask) for name, x in zip(RATIO_STATS, (ratio, clipped, clamped), strict=True)}
 
 

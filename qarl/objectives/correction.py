@@ -104,6 +104,12 @@ def importance_weights(
     the last two. mode: `truncate` clips the ratio to [lower, upper] (TIS); `mask` sets it to 0 outside of the bounds
     (MIS, IcePop); `raw` keeps it, which is unbiased per response, with a variance that grows with the length.
 
+    Args:
+        config: The correction, with a `level` other than none.
+        logps: Log-probs of the T tokens.
+        segments: The response of each token.
+        pruned: Tokens and responses with weight 0.
+
     Returns:
         The weights, the ratio before bounding, and the bool mask of exponents clamped to +-20.
     """
@@ -163,14 +169,19 @@ def mean_weight(config: CorrectionConfig, logps: TokenLogProbs, segments: Segmen
 
 
 def kept(log_ratio: Tensor, segments: Segments, rule: RejectRule) -> tuple[Tensor, Tensor]:
-    """Find the responses or tokens that a rule keeps (lower <= score <= upper), given its signal's log ratio (T,).
+    """Find the responses or tokens that a rule keeps: lower <= score <= upper.
 
     Computed in float64: k3 of a small mismatch is a difference of nearly equal numbers, and thresholds are of order
     1e-3. Empty responses are kept. Responses with a NaN are kept too, because the NaN has to reach the loss.
 
+    Args:
+        log_ratio: (T,) log ratio of the rule's signal.
+        segments: The response of each token.
+        rule: The rule.
+
     Returns:
-        (R,) bool, responses kept, or (T,) bool, tokens kept, for aggregate token; and (R,) bool, responses with an
-        exponent clamped to +-20, an infinite one included.
+        (R,) bool, responses kept, or with aggregate token (T,) bool, tokens kept; and (R,) bool, responses with an
+        exponent clamped to +-20, infinite ones included.
     """
     x = log_ratio.detach().double()
     lower = -math.inf if rule.lower is None else rule.lower

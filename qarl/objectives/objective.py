@@ -34,7 +34,14 @@ ZERO_WEIGHT_RESPONSES = "policy/zero_weight_responses_frac"
 
 
 def build_objective(config: ObjectiveConfig, correction: CorrectionConfig) -> Objective:
-    """Build the objective of the `objective` and `correction` sections.
+    """Build the objective of a configuration.
+
+    Args:
+        config: The `objective` section.
+        correction: The `correction` section.
+
+    Returns:
+        The objective, with the correction that the objective itself adds.
 
     Raises:
         UserError: The user's own objective cannot be imported.
@@ -140,7 +147,7 @@ class Objective:
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:
-        """Return the log ratio per token that the surrogate clips, (T,), without gradient; zeros if it has none.
+        """Compute the log ratio per token that the surrogate clips: (T,), without gradient; 0 if it clips none.
 
         A pruned token keeps its infinite ratio if the band is per token. If it is per response, the token counts as
         unmoved, as in the surrogate; otherwise the mean over its response would be infinite.
@@ -234,7 +241,7 @@ class Objective:
 def without(logps: TokenLogProbs, pruned: Pruned) -> TokenLogProbs:
     """Set pruned tokens to 0 in every column, so that they have ratio 1 and no gradient.
 
-    So they do not change sums and means over their response. The caller sets their values to 0 afterwards.
+    Sums and means over their response then ignore them. The caller sets their values to 0 afterwards.
     """
     shadow, shift = logps.logp_shadow, logps.router_shift
     return replace(

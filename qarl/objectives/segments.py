@@ -28,10 +28,15 @@ Aggregation = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum",
 
 @dataclass
 class Segments:
-    """The response of each packed token."""
+    """The response of each packed token.
 
-    index: Tensor  # (T,) int64, response of each token in packing order (0 ... 0 1 ... 1 ...)
-    lengths: Tensor  # (R,) int64, tokens per response; a response may be empty
+    Attributes:
+        index: (T,) int64, response of each token in packing order (0 ... 0 1 ... 1 ...).
+        lengths: (R,) int64, tokens per response; a response may be empty.
+    """
+
+    index: Tensor
+    lengths: Tensor
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], device: torch.device | str | None = None) -> Segments:
@@ -110,6 +115,9 @@ def aggregate(value: Tensor, segments: Segments, mode: Aggregation, totals: Tota
         segments: The response of each token.
         mode: The aggregation.
         totals: Sizes of the whole minibatch.
+
+    Returns:
+        A scalar with the gradient of `value`.
     """
     if mode == "seq-mean-token-mean":
         return (value / (segments.expand(segments.lengths) * totals.total_responses)).sum()

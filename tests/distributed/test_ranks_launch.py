@@ -127,7 +127,7 @@ FAULTS = {  # fault -> exit code, rank, code and line in fault.json, the error's
     "user 0": (2, 0, 2, "is broken", ["error: rank 0: reward.functions: `x.py:f`: is broken", "error: rank 0: data"]),
     "agree 1": (2, 1, 2, "all know of it", ["error: rank 1: all know of it"]),
     "exit 1": (1, 1, 1, "ended with exit code 0", ["error: rank 1: ended with exit code 0 before the end of the run"]),
-    "bug 1": (70, 1, 70, "nobody foresaw", ["error: rank 1: a fault of qarl's own: KeyError: 'nobody foresaw'"]),
+    "bug 1": (70, 1, 70, "nobody foresaw", ["error: rank 1: internal error: KeyError: 'nobody foresaw'"]),
 }
 
 
