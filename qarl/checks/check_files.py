@@ -146,15 +146,11 @@ def _source_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
 
 def _holds_data(directory: Path) -> bool:
     """Whether the directory contains a data file within its first `_LOOKED_AT` entries."""
-    count = 0
     try:
-        for entry in islice(directory.rglob("*"), _LOOKED_AT):
-            count += 1
-            if entry.suffix.lower() in LOCAL_SUFFIXES:
-                return True
+        found = list(islice(directory.rglob("*"), _LOOKED_AT))
     except OSError:  # the directory changed during the scan; loading reports real faults
         return True
-    return count == _LOOKED_AT
+    return len(found) == _LOOKED_AT or any(entry.suffix.lower() in LOCAL_SUFFIXES for entry in found)
 
 
 def _reward_faults(key: Loc, functions: list[RewardFunction]) -> Iterator[Fault]:

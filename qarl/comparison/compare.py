@@ -10,11 +10,11 @@ from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
 from qarl.comparison.start_members import TrainProcess, locked, train_members, write_configs
 from qarl.comparison.study import Study
-from qarl.comparison.summary import build, print_results, write_json
+from qarl.comparison.summary import build, print_results
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
-from qarl.storage.disk import names_in_out
+from qarl.storage.disk import names_in_out, write_json
 from qarl.storage.runs import RunRecord, find_runs, read_run
 from qarl.utils.invocation import command_line
 
@@ -125,7 +125,7 @@ def _conclude(title: str, members: list[Member], out: Path, study: Study | None 
         if (member.run_dir / "config.yaml").exists():
             records[member.name] = read_run(member.run_dir)
     comparison = build(title, command_line(), members, records, study)
-    write_json(out / "comparison.json", comparison)
+    write_json(out / "comparison.json", comparison, "--out")
     write_outputs(out, comparison, records)
     print_results(comparison)
     print(f"page: {out / 'comparison.html'}")

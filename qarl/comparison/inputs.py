@@ -81,7 +81,8 @@ def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, A
     for key in keys:
         known = {name: values[key] for name, values in flat.items() if key in values and values[key] != UNKNOWN}
         section = key.partition(": ")[0]
-        silent = [name for name, values in flat.items() if name not in known and _has_section(values, section)]
+        having = [name for name, values in flat.items() if any(one.partition(": ")[0] == section for one in values)]
+        silent = [name for name in having if name not in known]
         values = {**known, **dict.fromkeys(silent)}
         if len({str(value) for value in values.values()}) > 1:
             found[key] = values
@@ -120,10 +121,6 @@ def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:
             elif not (resolved and part.startswith("model.path: ") and value != UNKNOWN):
                 flat[part] = value
     return flat
-
-
-def _has_section(values: Mapping[str, Any], section: str) -> bool:
-    return any(key.partition(": ")[0] == section for key in values)
 
 
 def _evaluation(config: Config) -> Any:

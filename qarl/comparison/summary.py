@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.text import Text
@@ -16,7 +15,6 @@ from qarl.config.yaml_io import parse_yaml
 from qarl.inputs.json import flatten
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
-from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.runs import RunRecord
 from qarl.terminal.console import Console
 from qarl.terminal.tables import print_table
@@ -102,17 +100,6 @@ def _seeds_apart(members: list[Member], inputs: dict[str, dict[str, Any]]) -> bo
         and all(len({str(by[m.name]) for m in kind if m.name in by}) <= 1 for by in inputs.values())
         for kind in kinds.values()
     )
-
-
-def write_json(path: Path, comparison: dict[str, Any]) -> None:
-    """Write comparison.json atomically, as strict JSON.
-
-    Raises:
-        UserError: The file cannot be written.
-    """
-    text = json.dumps(comparison, indent=1, allow_nan=False) + "\n"
-    with disk_errors(path, len(text), place="--out"):
-        atomic_write_text(path, text)
 
 
 def configurations(members: list[Member]) -> dict[str, dict[str, Any]]:

@@ -6,9 +6,10 @@ forward. `tests/config/test_model_fields.py` lists those, reads the source of th
 it reads a key that is in none of the three.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from qarl.inputs.json import short_json
 
 
 def _keys(text: str) -> frozenset[str]:
@@ -149,7 +150,7 @@ def check_implemented(family: str, config: Mapping[str, Any]) -> None:
     """
     _check_windows(family, config)
     if (activation := config.get("hidden_act", "silu")) not in ACTIVATIONS:
-        raise ValueError(f"is not valid: hidden_act = {_shown(activation)}: must be {' or '.join(ACTIVATIONS)}")
+        raise ValueError(f"is not valid: hidden_act = {short_json(activation)}: must be {' or '.join(ACTIVATIONS)}")
     _check_rope(config)
     _check_head_dim(family, config)
 
@@ -228,7 +229,7 @@ def _check_rope(config: Mapping[str, Any]) -> None:
     kind = _rope_type(rope)
     if kind not in ROPE_TYPES:
         text = "changes with the sequence length, or is not known"  # which no batch-invariant forward can follow
-        raise ValueError(f"is not valid: {key}.rope_type = {_shown(kind)}: {text}; use {', '.join(ROPE_TYPES)}")
+        raise ValueError(f"is not valid: {key}.rope_type = {short_json(kind)}: {text}; use {', '.join(ROPE_TYPES)}")
     for part in ROPE_TYPES[kind]:
         if rope.get(part) is None:
             raise ValueError(f"is not valid: {key}.{part} is missing, which rope_type {kind} needs")
@@ -258,9 +259,4 @@ def _fault(config: Mapping[str, Any], key: str, accepted: tuple[Any, ...]) -> st
     value = config[key]
     if any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in accepted):
         return None
-    return f"{key} = {_shown(value)}: must be {' or '.join(_shown(one) for one in accepted)}, or missing"
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return f"{key} = {short_json(value)}: must be {' or '.join(short_json(one) for one in accepted)}, or missing"

@@ -9,7 +9,6 @@
 Every reader scores the reference's greedy responses, so that one different token does not make the rest incomparable.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -34,10 +33,10 @@ from qarl.exporting.readers import (
 from qarl.inference.export_record import read_export_record
 from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
-from qarl.inputs.json import read_json_object
+from qarl.inputs.json import read_json_object, strict
 from qarl.inputs.tensors import OpenTensors, stored_tensors
 from qarl.policy.skeleton import linear_names
-from qarl.storage.disk import atomic_write_text, disk_errors
+from qarl.storage.disk import write_json
 from qarl.storage.runs import read_records
 from qarl.types import Prompt
 from qarl.utils.expert_names import experts_of
@@ -143,9 +142,7 @@ def verify_export(
         "greedy": [{"prompt": p.text, "response": text} for p, text in zip(prompts, texts, strict=True)],
         "readers": [asdict(agreement) for agreement in found],
     }
-    file = out / "verification.json"
-    with disk_errors(file, place="OUT"):
-        atomic_write_text(file, json.dumps(record, indent=2) + "\n")
+    write_json(out / "verification.json", strict(record), "OUT")
     return record
 
 

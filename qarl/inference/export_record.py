@@ -25,7 +25,7 @@ from pydantic import Field
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
-from qarl.inputs.json import body_digest, read_json_object
+from qarl.inputs.json import body_digest, read_json_object, short_json
 from qarl.inputs.schema import FileDigest, Record, Sha256, checked
 from qarl.storage.input_files import TOKENIZER_FILES
 
@@ -212,7 +212,4 @@ def _differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any
 
 
 def _shown(value: Any) -> str:
-    if value is _ABSENT:
-        return "absent"
-    text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "absent" if value is _ABSENT else short_json(value)

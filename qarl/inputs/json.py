@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,31 +108,26 @@ def strict(value: Any) -> Any:
     return value
 
 
-def _walk(value: Any, place: str, surrogates: bool) -> None:
+def _walk(value: Any, place: str, surrogates: bool, depth: int = 1, path: str = "") -> None:
     """Reject too deep nesting, and lone surrogates unless they are allowed, because files and terminals cannot
-    encode them. Not recursive.
+    encode them.
     """
-    pending: list[tuple[Any, int, str]] = [(value, 1, "")]
-    while pending:
-        here, depth, path = pending.pop()
-        if isinstance(here, str):
-            if not surrogates and _LONE.search(here):
-                where = f" at {visible(path)}" if path else ""
-                raise Unreadable(place, f"holds a lone surrogate{where}, which is not a character; write it out")
-        elif isinstance(here, (dict, list)):
-            if depth > DEPTH:
-                raise Unreadable(place, f"nested deeper than {DEPTH} levels")
-            children: Iterable[tuple[str | int, Any]]
-            if isinstance(here, dict):
-                pending += [(key, depth, f"{path}.{key}"[:60].lstrip(".")) for key in here if _LONE.search(key)]
-                children = here.items()
-            else:
-                children = enumerate(here)
-            pending += [
-                (child, depth + 1, f"{path}.{key}"[:60].lstrip("."))
-                for key, child in children
-                if isinstance(child, (str, dict, list))
-            ]
+    if isinstance(value, str) and not surrogates and _LONE.search(value):
+        where = f" at {visible(path)}" if path else ""
+        raise Unreadable(place, f"holds a lone surrogate{where}, which is not a character; write it out")
+    if isinstance(value, (dict, list)):
+        if depth > DEPTH:
+            raise Unreadable(place, f"nested deeper than {DEPTH} levels")
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            here = f"{path}.{key}"[:60].lstrip(".")
+            _walk(key, place, surrogates, depth, here)
+            _walk(child, place, surrogates, depth + 1, here)
+
+
+def short_json(value: Any) -> str:
+    """Format a value as JSON for a message, cut to 60 characters."""
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,12 +3,11 @@
 Imports no torch.
 """
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from qarl.config.by_device import ON_CPU
-from qarl.inputs.json import flatten
+from qarl.inputs.json import flatten, short_json
 
 # None of these changes a step that was already taken. `train.steps` extends a run (and stretches a linear or cosine
 # schedule from there on). An evaluation draws from counted random streams, so that it leaves nothing behind in the
@@ -63,5 +62,4 @@ def _may_differ(key: str) -> bool:
 def _short(values: dict[str, Any], key: str) -> str:
     if key not in values:
         return "not set"
-    text = json.dumps(values[key], default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return short_json(values[key])

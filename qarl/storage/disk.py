@@ -1,11 +1,13 @@
 """Crash-safe writes: a full disk or a crash never leaves a partial file."""
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from qarl.errors import MACHINE_FIXES, UserError
 
@@ -153,6 +155,13 @@ def atomic_write_text(path: Path, text: str) -> None:
         os.replace(_written(path, text.encode(), undo), path)
         undo.pop_all()
     fsync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any, place: str) -> None:
+    """Replace `path` by strict JSON, as `atomic_write_text` does. Raises UserError; for `place` see `disk_errors`."""
+    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    with disk_errors(path, len(text), place):
+        atomic_write_text(path, text)
 
 
 def write_together(files: Mapping[Path, bytes], place: str) -> None:

@@ -12,10 +12,11 @@ from rich.console import Console
 from qarl.comparison.compare import compare_runs, unique_names
 from qarl.comparison.comparison_page import build_sections, write_outputs
 from qarl.comparison.plan import Member
-from qarl.comparison.summary import NUMBERS, build, cell, print_results, write_json
+from qarl.comparison.summary import NUMBERS, build, cell, print_results
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.report.blocks import BarChart, LineChart, Table, Text
+from qarl.storage.disk import write_json
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m\u202e"
 
@@ -50,7 +51,7 @@ def blocks_of(sections, kind):
 
 
 def test_comparison_json_has_its_fields_and_cells_of_groups_their_units(three, tmp_path):
-    write_json(tmp_path / "comparison.json", compared(*three))
+    write_json(tmp_path / "comparison.json", compared(*three), "--out")
     read = json.loads((tmp_path / "comparison.json").read_text(), parse_constant=pytest.fail)
     assert (read["format_version"], read["kind"], read["title"]) == (1, "runs", "A comparison")
     assert {

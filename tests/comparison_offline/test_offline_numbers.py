@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 from qarl.comparison.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.divergence import Reference, TokenNumbers, final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
-from qarl.comparison.offline.weight_errors import checkpoint_bytes, error_of, weight_errors
+from qarl.comparison.offline.weight_errors import error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of
@@ -20,6 +20,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer
+from qarl.storage.shards import stored_bytes
 from qarl.weight_sync.snapshot import build_snapshot
 
 
@@ -132,7 +133,7 @@ def test_checkpoint_bytes_are_those_of_the_snapshot(tiny_model, scheme):
     target = opened(tiny_model("qwen2"), scheme).target
     masters = open_masters(target)
     tensors = build_snapshot(0, masters.forms(target.quant, torch.bfloat16)).tensors
-    assert checkpoint_bytes(masters, target.quant, torch.bfloat16) == sum(t.nbytes for t in tensors.values())
+    assert stored_bytes(masters.specs(target.quant, torch.bfloat16)) == sum(t.nbytes for t in tensors.values())
     assert scheme_of(target.quant).name == scheme
 
 

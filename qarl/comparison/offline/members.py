@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from qarl.comparison.offline.divergence import Reference, final_states, token_numbers
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.targets import REFERENCE
-from qarl.comparison.offline.weight_errors import checkpoint_bytes, weight_errors
+from qarl.comparison.offline.weight_errors import weight_errors
 from qarl.comparison.offline.windows import Windows
 from qarl.config import RolloutConfig
 from qarl.config.quant import scheme_of
@@ -25,6 +25,7 @@ from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import Target
 from qarl.policy.device import DTYPES
 from qarl.storage.disk import disk_errors
+from qarl.storage.shards import stored_bytes
 
 
 @dataclass(frozen=True)
@@ -112,8 +113,9 @@ def _numbers(bench: Bench, scheme: str, reference: Reference) -> dict[str, Any]:
     bench.say(f"{scheme}: speed")
     speed = engine_speed(opened, [token for ids in bench.windows.ids for token in ids], bench.speed, bench.seed)
     opened.close()
-    size = checkpoint_bytes(bench.masters, target.quant, opened.policy.dtype)
-    plain = checkpoint_bytes(bench.masters, bench.reference.quant, opened.policy.dtype)
+    size, plain = (
+        stored_bytes(bench.masters.specs(quant, opened.policy.dtype)) for quant in (target.quant, bench.reference.quant)
+    )
     return {
         "group_size": opened.policy.scheme.group_size,
         **text.summary(),

@@ -1,6 +1,5 @@
 """The directory of an offline comparison: one JSON file per scheme, and comparison.json for all of them."""
 
-import json
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import body_digest, read_json_object
-from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
+from qarl.storage.disk import disk_errors, require_kinds, require_output, write_json
 
 FORMAT_VERSION = 1
 KIND = "offline"
@@ -43,8 +42,7 @@ class Record:
         body = {"key": self._key(member["name"]), "member": member}
         with disk_errors(self.out, place="--out"):
             self._file(member["name"]).parent.mkdir(exist_ok=True)
-            text = json.dumps({**body, "sha256": body_digest(body)}, indent=1)
-            atomic_write_text(self._file(member["name"]), text)
+        write_json(self._file(member["name"]), {**body, "sha256": body_digest(body)}, "--out")
 
     def _key(self, scheme: str) -> dict[str, Any]:
         """What determines a member's results and their layout."""
@@ -61,8 +59,7 @@ class Record:
             "settings": self.settings,
             "members": members,
         }
-        with disk_errors(self.out, place="--out"):
-            atomic_write_text(self.out / "comparison.json", json.dumps(result, indent=1, allow_nan=False) + "\n")
+        write_json(self.out / "comparison.json", result, "--out")
         return result
 
     def _file(self, scheme: str) -> Path:

@@ -1,4 +1,4 @@
-"""The quantization error of every Linear layer, and the bytes of a checkpoint."""
+"""The quantization error of every Linear layer."""
 
 import math
 from collections.abc import Iterator
@@ -7,9 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl.config import QuantConfig
 from qarl.inference.masters import Masters
-from qarl.storage.shards import stored_bytes
 from qarl.weight_sync.snapshot import Snapshot
 
 
@@ -47,8 +45,3 @@ def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
         "sqnr_db": 20 * math.log10(size / lost) if size and lost else None,
         "max_abs": difference.abs().max().item(),
     }
-
-
-def checkpoint_bytes(masters: Masters, quant: QuantConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the tensors that an export in this scheme stores, without file headers."""
-    return stored_bytes(masters.specs(quant, dtype))
