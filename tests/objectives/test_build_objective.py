@@ -131,6 +131,15 @@ def test_infinite_log_probs_are_finite_in_loss_gradient_and_metrics(name, column
 
 
 @pytest.mark.parametrize("objective", CASES)
+def test_a_nan_reaches_the_loss(objective):
+    batch = random_batch([3, 2, 1], [0.7, -0.9, 0.2], 0.001)
+    x = batch.logp.detach().clone()
+    x[1] = math.nan
+    batch.logp = x.requires_grad_()
+    assert math.isnan(evaluate(objective, batch)[0])
+
+
+@pytest.mark.parametrize("objective", CASES)
 def test_equal_rewards_give_no_gradient_exactly_where_the_objective_says_so(objective):
     batch = random_batch(LENGTHS, [0.0] * 8, 0.02)
     _, gradient, _ = evaluate(objective, batch)

@@ -8,7 +8,7 @@ from ragged import nothing_pruned
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import TokenLogProbs, finish_stats
-from qarl.objectives.correction import correct, importance_weights, mean_weight
+from qarl.objectives.correction import correct, importance_weights, mean_weight, optimal_cap
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
 
@@ -63,6 +63,19 @@ def test_bias_and_variance_of_the_bounded_weight_ignore_rules_and_veto(options, 
     mean = sum(bounded) / len(bounded)
     assert metrics["correction/bias"] == pytest.approx(mean - sum(ratios) / len(ratios))
     assert metrics["correction/variance"] == pytest.approx(sum((w - mean) ** 2 for w in bounded) / len(bounded))
+
+
+@pytest.mark.parametrize(("level", "ratios"), [("token", RATIOS), ("sequence", [1.5, 1.2, 0.05])])
+def test_the_automatic_cap_is_that_of_the_survey_and_is_logged(level, ratios):
+    config = CorrectionConfig(level=level, cap="auto")
+    cap = optimal_cap(config, logps(), SEGMENTS, nothing_pruned(SEGMENTS))
+    assert cap == pytest.approx(math.sqrt(2 * sum(r * r for r in ratios) / len(ratios)))
+    weights, stats = corrected(config.capped(cap), logps())
+    assert finish_stats(stats)["correction/cap"] == pytest.approx(cap)
+    assert weights.max() == pytest.approx(min(cap, max(ratios)))
+    empty = Segments.from_lengths([0])
+    none = torch.zeros(0, dtype=torch.float64)
+    assert optimal_cap(config, TokenLogProbs(none, none, none), empty, nothing_pruned(empty)) is None
 
 
 def test_statistics_of_sequence_weights_are_per_response_that_is_not_empty():

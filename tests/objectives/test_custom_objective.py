@@ -106,6 +106,10 @@ def test_a_class_is_made_once_with_its_kwargs_and_called_with_the_inputs(tmp_pat
     assert once[0] == 2 * single[0]
 
 
+def test_a_response_of_advantage_zero_is_not_left_out():
+    assert not custom(f"{EXAMPLE}:cispo").zero_advantage_is_idle
+
+
 def test_what_is_pruned_is_worth_nothing_whatever_the_function_says(tmp_path):
     path = written(tmp_path, "return Surrogate(inputs.logps.logp * 0 + inputs.log_ratio + 7.0)")
     _, gradient, metrics = evaluated(custom(path), infinite=-math.inf)

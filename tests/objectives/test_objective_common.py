@@ -17,6 +17,13 @@ def test_equal_infinities_have_log_ratio_zero_and_opposite_ones_of_a_response_ca
     assert clamped_exp(Segments.from_lengths([2]).mean(exponent))[0].item() == 1.0
 
 
+def test_an_infinite_log_ratio_is_finite_and_clamps_the_mean_of_its_response():
+    logp, reference = torch.tensor([-INF] + [-1.0] * 4095), torch.full((4096,), -1.0)
+    ratio, clamped = clamped_exp(Segments.from_lengths([4096]).mean(log_ratio(logp, reference)))
+    assert ratio.item() == pytest.approx(math.exp(-20), rel=1e-6)
+    assert clamped.item()
+
+
 @pytest.mark.parametrize(("exponent", "clamped"), [(20.0, False), (20.5, True), (-20.0, False), (-21.0, True)])
 def test_exponents_are_clamped_beyond_20_only(exponent, clamped):
     ratio, was_clamped = clamped_exp(torch.tensor([exponent], dtype=torch.float64))
@@ -53,6 +60,12 @@ def test_an_aggregation_matches_its_name(mode, expected):
     value = torch.tensor([1.0, 3.0, 2.0, 4.0, 9.0, -8.0]).double()
     got = aggregate(value, Segments.from_lengths([2, 0, 3, 1]), mode, Totals(4, 6, 16))
     assert got.item() == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("lengths", [[], [0, 0]])
+def test_responses_without_tokens_have_sum_and_mean_zero(lengths):
+    segments = Segments.from_lengths(lengths)
+    assert segments.sum(torch.zeros(0)).tolist() == segments.mean(torch.zeros(0)).tolist() == [0.0] * len(lengths)
 
 
 @pytest.mark.gpu

@@ -2,11 +2,15 @@
 
 import math
 
+import pytest
 import torch
 
 from qarl.objectives.correction import kept as kept_and_clamped
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
+
+LENGTHS = [3, 1, 0, 5, 2]
+SEGMENTS = Segments.from_lengths(LENGTHS)
 
 
 def rule(estimator: str, signal: str, aggregate: str, lower: float | None, upper: float | None) -> RejectRule:
@@ -42,3 +46,11 @@ def test_a_nan_is_not_rejected():
     x = torch.tensor([math.nan, 0.0])
     for estimator, aggregate in [*CHAINS, ("ratio", "max")]:
         assert kept(x, Segments.from_lengths([2]), rule(estimator, "corr", aggregate, None, 2.0)).item()
+
+
+@pytest.mark.parametrize(("estimator", "aggregate"), [*CHAINS, ("ratio", "max"), ("ratio", "token"), ("k3", "token")])
+def test_a_rule_says_of_which_responses_it_clamped_an_exponent(estimator, aggregate):
+    x = torch.tensor([0.1, 0.2, 0.3, 21.0, *[15.0] * 5, -1e12, 0.0], dtype=torch.float64)
+    got = kept_and_clamped(x, SEGMENTS, rule(estimator, "corr", aggregate, 0.5, 2.0))[1]
+    summed = (estimator, aggregate) == ("ratio", "sum")  # five times 15 is beyond 20, each by itself is not
+    assert got.tolist() == [False, True, False, summed, True]

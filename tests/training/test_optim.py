@@ -182,6 +182,20 @@ def test_set_lr_is_relative_to_the_configured_rate_each_time():
     assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
 
 
+@pytest.mark.parametrize("shape", [(3,), (70, 33), (5000,), (0,)])
+def test_clip_sums_every_tensor_by_itself_and_then_the_norms(shape):
+    generator = torch.Generator().manual_seed(1)
+    named = [Parameter(torch.zeros(size)) for size in [shape, (7, 9), (1,)]]
+    for parameter in named:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    before = [parameter.grad.clone() for parameter in named]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in before]
+    expected = torch.linalg.vector_norm(torch.stack(norms)).item()
+    assert clipped(named, 0.5) == expected
+    for parameter, gradient in zip(named, before, strict=True):
+        assert torch.equal(parameter.grad, gradient * (0.5 / expected))
+
+
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [

@@ -1,6 +1,8 @@
 """metrics.jsonl, rollouts and trackers."""
 
+import errno
 import json
+import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -13,6 +15,7 @@ from safetensors.torch import load_file
 from qarl.config.logging import LoggingConfig
 from qarl.errors import UserError
 from qarl.storage.runs import read_metrics
+from qarl.training import recorder as module
 from qarl.training.recorder import Recorder
 from qarl.training.trackers import TRACKERS
 
@@ -87,6 +90,22 @@ def test_a_write_that_was_cut_off_does_not_stop_the_next(tmp_path):
     assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["000007.jsonl", "000007.safetensors"]
 
 
+def test_tensors_that_do_not_fit_on_the_disk_leave_no_part_of_them(tmp_path, monkeypatch):
+    recorder = Recorder(tmp_path, settings())
+
+    def full(path, chunks):
+        path.write_bytes(b"part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "write_file", full)
+    with pytest.raises(
+        UserError, match=r"000007\.safetensors: cannot be written: No space .*12 bytes needed"
+    ) as caught:
+        recorder.rollouts(7, [], TENSORS)
+    assert "\n" not in str(caught.value)
+    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["000007.jsonl"]
+
+
 def test_going_back_removes_later_steps_and_nothing_else(tmp_path):
     with Recorder(tmp_path, settings()) as recorder:
         for step in (1, 2, 3):
@@ -111,6 +130,14 @@ def test_rollouts_keep_the_configured_number_of_rows(tmp_path, samples, kept):
     assert path.name == "000010.jsonl"
     rows = [strict(line) for line in path.read_text().splitlines()]
     assert [row["completion"] for row in rows] == ["0", "1", "2", "3", "4"][:kept]
+
+
+def test_diagnostics_are_one_strict_json_object_a_step(tmp_path):
+    recorder = Recorder(tmp_path, settings())
+    assert not recorder.diagnostics_directory.exists()
+    path = recorder.diagnostics(12, {"step": 12, "metrics": {"x": float("inf")}, "tokens": {"logp": [-0.5, None]}})
+    assert path == tmp_path / "diagnostics" / "000012.json"
+    assert strict(path.read_text()) == {"step": 12, "metrics": {"x": None}, "tokens": {"logp": [-0.5, None]}}
 
 
 def test_rollouts_are_due_at_every_nth_step(tmp_path):
