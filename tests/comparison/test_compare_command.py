@@ -95,15 +95,6 @@ def test_a_member_that_fails_is_a_row_with_its_reason_and_the_others_have_their_
     assert counted < size < counted + 32 * 1024  # headers, manifest, state.json
 
 
-def test_the_page_names_each_member_and_escapes_what_a_reward_raised(compared, folder):
-    out = folder / "runs/compare-tiny"
-    page = (out / "comparison.html").read_text()
-    assert all(name in page for name in members(out))
-    assert "out of order" in page and "<b>out of order" not in page
-    plots = {path.name for path in (out / "plots").iterdir()}
-    assert {"reward.png", "mismatch.png", "step_time.png", "checkpoint_size.png"} <= plots
-
-
 def test_a_rerun_trains_only_what_is_missing(compared, folder, qarl):
     argv = compared[0]
     out = folder / "runs/compare-tiny"

@@ -1,11 +1,6 @@
 """Every script of examples/ runs on the tiny model, from the project's own files alone."""
 
-from __future__ import annotations
-
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,23 +21,11 @@ SHORTER = {
 }
 
 
-OWN_PROCESS = "custom_reward"  # as users start it; the others are forks of a process that has imported what they do
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SAID)
 def test_the_example_runs_and_says_what_it_shows(name, qarl: Qarl, tmp_path):
     program = ROOT / "examples" / f"{name}.py"
-    argv = ["--model", "tiny", "--out", "out", *SHORTER.get(name, [])]
-    if name == OWN_PROCESS:
-        path = os.pathsep.join(str(ROOT / part) for part in (".", "kernels", "quant_formats"))
-        environment = {**os.environ, "PYTHONPATH": path}
-        command = [sys.executable, str(program), *argv]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=560)
-        code, out, err = done.returncode, done.stdout, done.stderr
-    else:
-        finished = qarl.run(*argv, cwd=tmp_path, program=program)
-        code, out, err = finished.code, finished.out, finished.err
-    assert code == 0, err
-    assert re.search(SAID[name], out), out
+    done = qarl.run("--model", "tiny", "--out", "out", *SHORTER.get(name, []), cwd=tmp_path, program=program)
+    assert done.code == 0, done.err
+    assert re.search(SAID[name], done.out), done.out
     assert [entry.name for entry in tmp_path.iterdir()] == ["out"]

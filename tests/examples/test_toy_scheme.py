@@ -1,7 +1,5 @@
 """examples/toy_scheme.py as a reader would run it: a scheme registered by one class trains, exports and is compared."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path
