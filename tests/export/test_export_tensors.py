@@ -104,18 +104,6 @@ def test_transformers_loads_the_dequantized_weights(name, tiny_model, tmp_path):
         assert torch.equal(model.get_parameter(parameter), published.tensors[parameter])
 
 
-def test_bf16_exports_the_masters_for_transformers(tiny_model, tmp_path):
-    run = save_run(tmp_path / "run", tiny_model())
-    target = resolve_target(str(run.path), quant={"scheme": "bf16"})
-    report = run.export(tmp_path / "out", target)
-    assert not report.same_as_run and report.tensor_bytes == report.bf16_bytes
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    stored = open_masters(target)
-    found = dict(model.named_parameters())
-    assert found.keys() == stored.shapes.keys()
-    assert all(torch.equal(found[name], stored.read(name).bfloat16()) for name in found)
-
-
 def test_unpacked_int4_codes_are_the_same_codes(tiny_model, tmp_path):
     run = save_run(tmp_path / "run", tiny_model(), **SCHEMES["w4a8"])
     assert run.export(tmp_path / "out", unpacked=True).same_as_run

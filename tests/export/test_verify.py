@@ -28,7 +28,7 @@ def verified(run: TinyRun, out: Path) -> tuple[bool, dict[str, dict]]:
     return record["ok"], {agreement["reader"]: agreement for agreement in record["readers"]}
 
 
-@pytest.mark.parametrize("name", ["w4a16-g32", "asymmetric", "symmetric7", "channel", "w8a8", "nvfp4a16"])
+@pytest.mark.parametrize("name", ["asymmetric", "w8a8", "nvfp4a16"])
 def test_a_good_export_agrees_bit_for_bit_in_qarl(tiny_model, tmp_path, name):
     ok, found = verified(*exported(tiny_model, tmp_path, name))
     assert ok

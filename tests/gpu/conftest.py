@@ -1,7 +1,5 @@
 """Every test of this folder needs a GPU, and may use the modules beside the tests that run without one."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Asynchronous rollouts on two GPUs: exact at every staleness, and equal to the synchronous run at staleness 0."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Decoding on a GPU: a CUDA graph's replay has the learner's bits, whatever its tensors hold by then."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

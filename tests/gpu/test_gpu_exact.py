@@ -1,7 +1,5 @@
 """`rollout.numerics: exact` on a GPU: under CUDA graphs, chunked prefill, preemption and sleep no log-prob is off."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

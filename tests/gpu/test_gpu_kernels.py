@@ -1,19 +1,10 @@
 """What only a GPU can show of the kernels: bits that do not depend on the batch, on every tile of the tables."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-
 import pytest
 import torch
-from nvfp4_products import Nvfp4
-from products import Int4, integers, random, relative_error
-from qarl_kernels import fp8_block, gemm, library, nvfp4, nvfp4a16, quantize, tuning, w4a8, w4a16
-from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from products import MAKE, Int4, Weights, random, relative_error
+from qarl_kernels import gemm, library, quantize, tuning, w4a16
 from shipped_tables import entries
-from torch import Tensor
 
 pytestmark = pytest.mark.usefixtures("full_float32_products")
 
@@ -26,106 +17,9 @@ ROWS = [1, 2, 3, 7, 8, 9, 15, 16, 17, 31, 33, 64, 65, 100, 128, 129, 255, 256, 2
 MOST = 8192
 
 
-@dataclass
-class Linear:
-    """A weight of one family: y = call(x), x (M, K) bf16; `quantized` is what the product reads of x."""
-
-    call: Callable[[Tensor], Tensor]
-    product: Callable[[Tensor, tuning.Tile], Tensor]
-    expected: Callable[[Tensor], Tensor]
-
-
-def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
-    if family == "w4a16":
-        weight = Int4.random(n, k, group, asymmetric=True, device=CUDA)
-        tiled, meta = weight.tiled(), weight.meta(BF16)
-        stored = weight.packed(), weight.scale, weight.packed_zero_point()
-
-        def product(x: Tensor, tile: tuning.Tile) -> Tensor:
-            if tile.way == "dequantized":
-                return gemm.dense(x, weight.values(BF16))
-            return w4a16.w4a16(x, None, weight.scale, None, tiled, meta, tile=tile)
-
-        return Linear(
-            lambda x: w4a16.w4a16(x, *stored, tiled, meta),
-            product,
-            lambda x: x.float() @ weight.values(BF16).float().t(),
-        )
-    if family == "w4a8":
-        weight = Int4.random(n, k, group, device=CUDA)
-        tiled, meta = weight.tiled(), weight.meta_int8()
-        wide = weight.values(torch.float32)
-
-        def expected(x: Tensor) -> Tensor:
-            qx, scale = quantize_activation_int8(x)
-            return (qx.float() @ wide.t()) * scale
-
-        return Linear(
-            lambda x: w4a8.w4a8(*quantize.activation_codes(x, "int8"), tiled, meta, k, n, None, BF16),
-            lambda x, tile: w4a8.w4a8(*quantize.activation_codes(x, "int8"), tiled, meta, k, n, None, BF16, tile=tile),
-            expected,
-        )
-    if family == "fp8_block":
-        codes = random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn)
-        scale = torch.rand(-(-n // 128), -(-k // 128), device=CUDA)
-        wide = codes.float() * scale.repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-
-        def expected(x: Tensor) -> Tensor:
-            qx, s = quantize.activation_codes(x, "fp8_group")
-            return (qx.float() * s.repeat_interleave(128, 1)[:, :k]) @ wide.t()
-
-        return Linear(
-            lambda x: fp8_block.fp8_block(*quantize.activation_codes(x, "fp8_group"), codes, scale, None, BF16),
-            lambda x, tile: fp8_block.fp8_block(
-                *quantize.activation_codes(x, "fp8_group"), codes, scale, None, BF16, tile=tile
-            ),
-            expected,
-        )
-    if family == "nvfp4a16":
-        fp4 = Nvfp4.random(n, k, device=CUDA)
-        form = *fp4.stored(), *fp4.tiled()
-        return Linear(
-            lambda x: nvfp4a16.nvfp4a16(x, *form),
-            lambda x, tile: nvfp4a16.nvfp4a16(x, *form, tile=tile),
-            lambda x: nvfp4.nvfp4a16(x.float(), fp4.scaled_codes(), fp4.global_scale),
-        )
-    scale = torch.rand(n, 1, device=CUDA) * 0.01
-    if family == "dense":
-        codes, activation, reference = random(n, k, seed=2, device=CUDA, dtype=BF16), lambda x: (x, None), None
-    elif family == "w8a8":
-        codes, activation = (
-            integers(-128, 127, n, k, seed=2, device=CUDA),
-            partial(quantize.activation_codes, kind="int8"),
-        )
-        reference = quantize_activation_int8
-    else:
-        codes, activation = (
-            random(n, k, seed=2, device=CUDA).to(torch.float8_e4m3fn),
-            partial(quantize.activation_codes, kind="fp8"),
-        )
-        reference = quantize_activation_fp8
-
-    def product(x: Tensor, tile: tuning.Tile) -> Tensor:
-        qx, s = activation(x)
-        out = torch.full((x.shape[0], n), torch.nan, dtype=BF16, device=CUDA)
-        if tile.way == "library":
-            library.multiply(qx, codes, out)
-        else:
-            gemm.run(qx, codes, s, None if s is None else scale, None, out, tile)
-        return out
-
-    def call(x: Tensor) -> Tensor:
-        if family == "dense":
-            return gemm.dense(x, codes)
-        return gemm.scaled(*activation(x), codes, scale, None, BF16)
-
-    def expected(x: Tensor) -> Tensor:
-        if reference is None:
-            return x.float() @ codes.float().t()
-        qx, s = reference(x)
-        return (qx.float() @ codes.float().t()) * scale.t() * s
-
-    return Linear(call, product, expected)
+def linear(family: str, n: int, k: int, group: int = 64) -> Weights:
+    more = {"w4a16": {"group": group, "asymmetric": True}, "w4a8": {"group": group}}.get(family, {})
+    return MAKE[family](n, k, BF16, CUDA, 1, **more)
 
 
 @pytest.mark.parametrize(
@@ -134,14 +28,14 @@ def linear(family: str, n: int, k: int, group: int = 64) -> Linear:
 def test_a_row_has_the_same_bits_in_every_batch_and_place(family: str, n: int, k: int) -> None:
     layer = linear(family, n, k)
     x = random(MOST, k, seed=7, device=CUDA, dtype=BF16)
-    whole = layer.call(x)
-    assert relative_error(whole[::37], layer.expected(x[::37])) < 5e-3
+    whole = layer.product(x, 0)
+    assert relative_error(whole[::37], layer.exact(x[::37], 0)) < 5e-3
     for rows in ROWS:
         for start in (0, 1, 37, MOST - rows):
-            part = layer.call(x[start : start + rows])
+            part = layer.product(x[start : start + rows], 0)
             assert torch.equal(part, whole[start : start + rows]), f"{rows} rows from {start}"
     shuffled = torch.randperm(MOST, generator=torch.Generator().manual_seed(1)).to(CUDA)
-    assert torch.equal(layer.call(x[shuffled]), whole[shuffled])
+    assert torch.equal(layer.product(x[shuffled], 0), whole[shuffled])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -150,7 +44,7 @@ def test_every_tile_of_the_tables_gives_the_same_bits(family: str) -> None:
     n, k = 1152, 4096
     layer = linear(family, n, k, group=128)
     x = random(700, k, seed=7, device=CUDA, dtype=BF16)
-    whole = layer.call(x)
+    whole = layer.product(x, 0)
     tables = [path.stem for path in tuning.TABLES.glob("*.json")]
     tiles = {
         tile
@@ -163,7 +57,12 @@ def test_every_tile_of_the_tables_gives_the_same_bits(family: str) -> None:
     assert len(tiles) >= 5
     for tile in tiles:
         for _ in range(20):
-            assert torch.equal(layer.product(x, tile), whole), str(tile)
+            if tile.way == "library":
+                found = torch.full_like(whole, torch.nan)
+                library.multiply(x, random(n, k, seed=2, device=CUDA, dtype=BF16), found)  # the weight of `linear`
+            else:
+                found = layer.product(x, 0, tile=tile)
+            assert torch.equal(found, whole), str(tile)
 
 
 def test_w4a16_is_dense_on_the_dequantized_weight() -> None:
@@ -214,13 +113,13 @@ def free_gib() -> float:
 def test_a_captured_product_replays(family: str) -> None:
     layer = linear(family, 576, 1536)
     x = random(9, 1536, seed=1, device=CUDA, dtype=BF16)
-    layer.call(x)
+    layer.product(x, 0)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        y = layer.call(x)
+        y = layer.product(x, 0)
     x.copy_(random(9, 1536, seed=2, device=CUDA, dtype=BF16))
     graph.replay()
-    assert torch.equal(y, layer.call(x))
+    assert torch.equal(y, layer.product(x, 0))
 
 
 @pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])

@@ -1,7 +1,5 @@
 """What only a GPU can show of a mixture's kernels: bits that depend on no batch and on no tile; graphs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from mixtures import chosen, input_grad, parts, weight_grad

@@ -1,7 +1,5 @@
 """The native engine on a GPU: decodes as CUDA graphs, ahead of the host, with the learner's bits."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterator
 

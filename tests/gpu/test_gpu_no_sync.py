@@ -1,7 +1,5 @@
 """A micro-batch on a GPU: nothing between two optimizer steps makes the host wait for the device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

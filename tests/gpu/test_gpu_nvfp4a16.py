@@ -1,7 +1,5 @@
 """What only a GPU can show of nvfp4a16 beside `test_gpu_kernels.py`: float16, exact decoding, codes of masters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from nvfp4_products import Nvfp4

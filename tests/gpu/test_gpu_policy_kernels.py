@@ -1,7 +1,5 @@
 """`quant.kernels: auto` against `reference` on a CUDA device: published codes, linears, log-probs, gradients."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from policy_models import OneLinear, parts_of

@@ -1,7 +1,5 @@
 """Short runs of SmolLM2 on several GPUs with a vLLM beside each rank: publishing, sleep, exact numerics, a death."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

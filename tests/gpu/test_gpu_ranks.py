@@ -1,7 +1,5 @@
 """Ranks on two GPUs: a collective of NCCL's that waits in vain ends after `distributed.timeout_s`, and names who."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

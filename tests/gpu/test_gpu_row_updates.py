@@ -1,7 +1,5 @@
 """Masters in rows on two GPUs over NCCL: the bits of one process, twice the same, and no wait for the device."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The same configuration and the same code on a CUDA device, native engine: sampler and learner agree to the bit."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Publishing on a CUDA device: fingerprints and patches there, CUDA IPC on one GPU and between two."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

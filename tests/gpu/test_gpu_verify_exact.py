@@ -1,7 +1,5 @@
 """`qarl verify-exact` on a CUDA device: every scheme is exact, and a fault is found, decodes being CUDA graphs."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """Short runs of SmolLM2 with vLLM as the sampler on a GPU: every way to publish, both kinds of kernels, sleep."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """DeepSpeed's ZeRO on two GPUs over NCCL: whole runs, the codes of masters in rows."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -3,9 +3,7 @@
 Tensors live on the meta device: they have types, shapes and strides, and addresses that count as aligned.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
@@ -49,18 +47,11 @@ from torch import Tensor
 
 BF16, FP32 = torch.bfloat16, torch.float32
 MATRIX = (4096, 12_288)
+NOT_FUSED = ("library", "dequantized")
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
-
-
-Shape = TypeVar("Shape")
-
-
-def for_this_gpu(shapes: Sequence[Shape]) -> Sequence[Shape]:
-    """Shapes of kernels without products: the first for Hopper, the last before it."""
-    return shapes[:1] if on_hopper() else shapes[-1:]
 
 
 def on_hopper() -> bool:
@@ -148,26 +139,24 @@ def fp8_kv_cache() -> Iterator[str]:
 
     A prefill of several chunks with heads of 128 spills 900 bytes on sm_89, whatever the tile.
     """
-    for head_dim, normed in for_this_gpu(((64, False), (128, True))):
-        qkv, table = empty(4096, 40 * head_dim), empty(4096, head_dim)
-        positions = empty(4096, dtype=torch.int64)
-        cache = empty(300, 4, 64, head_dim, dtype=torch.float8_e4m3fn)
-        norm = empty(head_dim) if normed else None
-        rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6, kv_fp8=True)
-        rotary.rotary_forward(qkv, rotation)
-        for rows_ in (8, 4096):
-            rotary.rotary_into_pages(qkv[:rows_], rotation, cache, cache, positions)
-        yield f"rotary {head_dim} into FP8"
+    head_dim = 64 if on_hopper() else 128
+    qkv, table, norm = empty(4096, 40 * head_dim), empty(4096, head_dim), None if on_hopper() else empty(head_dim)
+    positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim, dtype=torch.float8_e4m3fn)
+    rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6, kv_fp8=True)
+    rotary.rotary_into_pages(qkv, rotation, cache, cache, positions)
+    yield f"rotary {head_dim} into FP8"
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
     last = 2000 if on_hopper() else 1000
     layout, _ = flash_paged.paged_layout([0, 5, 6], [5, 1, last], [0, 2000, 0], pages, torch.device("cpu"))
-    for dim in (128, 96, 256) if on_hopper() else (128,):
-        cache = empty(300, 8, 64, dim, dtype=torch.float8_e4m3fn)
-        if dim != 96:  # whose features are not in pairs
-            flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5)
-        table, lengths = empty(8, 128, dtype=torch.int32), empty(8, dtype=torch.int32)
-        flash_paged.decode_attention(empty(8, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
-        yield f"attention over FP8 {dim}"
+    dim = 128
+    cache, table, lengths = (
+        empty(300, 8, 64, dim, dtype=torch.float8_e4m3fn),
+        empty(8, 128, dtype=torch.int32),
+        empty(8, dtype=torch.int32),
+    )
+    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5)
+    flash_paged.decode_attention(empty(8, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
+    yield f"attention over FP8 {dim}"
 
 
 def fused_quantization(*activations: rows.Activation) -> Iterator[str]:
@@ -181,42 +170,51 @@ def fused_quantization(*activations: rows.Activation) -> Iterator[str]:
         yield f"quantizing gate {activation} {i}"
 
 
-def most_demanding(tiles: Iterable[tuning.Tile]) -> list[tuning.Tile]:
-    """Of each kind of tile, the one with the most registers per thread and the one with the most shared memory.
-
-    What fails to compile, spills or does not fit is one of these; a GPU has run every tile of the tables.
+def most_demanding(family: str, grouped: bool) -> list[tuning.Tile]:
+    """Of the shipped tables' tiles of each kernel, the one with the most registers per thread and, if it has another
+    order of operands, of that the one with the most shared memory. What fails to compile, spills or does not fit is
+    one of these; a GPU has run every tile.
     """
-    kinds: dict[tuple[object, ...], list[tuning.Tile]] = {}
-    for tile_ in tiles:
-        if tile_.way not in ("library", "dequantized"):
-            kinds.setdefault((tile_.way, tile_.persistent, tile_.halves, tile_.tma, tile_.split), []).append(tile_)
-    found: dict[tuning.Tile, None] = {}
+    kinds: dict[str, set[tuning.Tile]] = {}
+    for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
+        for named, _, entry in entries(device, grouped):
+            for tile_ in (tile_ for _, tile_ in entry.tiles if named == family and tile_.way not in NOT_FUSED):
+                kinds.setdefault("gemm" if tile_.way.endswith("first") else tile_.way, set()).add(tile_)
+    found = []
     for same in kinds.values():
-        found[max(same, key=lambda t: (t.block_m * t.block_n / t.warps, t.stages, t.block_k))] = None
-        found[max(same, key=lambda t: ((t.block_m + t.block_n) * t.block_k * t.stages, t.block_m, -t.warps))] = None
-    return list(found)
+        registers = max(same, key=lambda t: (t.block_m * t.block_n / t.warps, t.stages, t.block_k, str(t)))
+        others = {t for t in same if t.way != registers.way} or same
+        memory = max(others, key=lambda t: ((t.block_m + t.block_n) * t.block_k * t.stages, -t.warps, str(t)))
+        found += [registers, memory]
+    return found
 
 
 def products(*families: str) -> Iterator[str]:
+    """A weight's product and that of experts: before Hopper the default tile, on Hopper the most demanding ones.
+
+    The tile with the most shared memory has a ragged shape; that of experts is the one with the most registers.
+    """
     for family in families:
-        yield from products_of(family)
+        dense = family not in tuning.BACKWARD
+        if not on_hopper():
+            for rows_ in (64, 8192) if dense else ():  # spread takes the larger one, unless it is not fused
+                yield from labelled(family, None, 4096, 4096, tuning.default_tile(family, rows_, before_hopper=True))
+            experts = groups_of(8, 2, 16)
+            tile_ = tuning.default_tile(family, experts.rows, True, experts=8)
+            yield from labelled(family, experts, 28_672, 4096, tile_)
+            continue
+        for number, tile_ in enumerate(most_demanding(family, False) if dense else ()):
+            ragged = 72, 112 if family == "nvfp4a16" else 100  # NVFP4 has groups of 16
+            yield from labelled(family, None, *(ragged if number % 2 else (4096, 4096)), tile_)
+        for tile_ in most_demanding(family, True)[::2]:
+            yield from labelled(family, groups_of(128, 8, 4096), 1536, 2048, tile_)
 
 
-def products_of(family: str) -> Iterator[str]:
-    """The default tiles, and on Hopper the most demanding ones of the shipped tables and two on a ragged shape."""
-    hopper = on_hopper()
-    devices = sorted(path.stem for path in tuning.TABLES.glob("*.json")) * hopper
-    shipped = [entry.tiles for d in devices for named, _, entry in entries(d, grouped=False) if named == family]
-    tiles = dict.fromkeys(most_demanding(tile_ for held in shipped for _, tile_ in held if tile_ is not None))
-    rows = (8, 16, 64, 256, 1024, 8192)
-    tiles |= {tuning.default_tile(family, m, before_hopper=not hopper): None for m in rows}
-    ragged = sorted(tiles, key=lambda t: -t.stages)[: 2 * hopper]
-    for n, k in ((4096, 4096), (72, 112 if family == "nvfp4a16" else 100)):  # NVFP4 has groups of 16
-        for tile_ in tiles if k == 4096 else ragged:
-            if tile_.way in ("library", "dequantized"):
-                continue
-            product(family, None, n, k, False, tile_)
-            yield f"{family} {n}x{k} {tile_}" + " wgmma" * (hopper and is_wgmma(tile_))
+def labelled(family: str, given: Groups | None, n: int, k: int, tile_: tuning.Tile) -> Iterator[str]:
+    if tile_.way not in NOT_FUSED:
+        product(family, given, n, k, given is not None, tile_)
+        kind = "experts" if given else f"{family}-{n}"
+        yield f"{kind} {family} {n}x{k} {tile_}" + " wgmma" * (on_hopper() and is_wgmma(tile_))
 
 
 def is_wgmma(tile_: tuning.Tile) -> bool:
@@ -265,98 +263,81 @@ def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
     return empty(rows, blocks, 16, 16, dtype=torch.int32), empty(2 * blocks, 16 * rows, dtype=torch.int32)
 
 
-def groups_and_dtypes() -> Iterator[str]:
-    """The fused int4 kernels with every group size, one of them in float16."""
+def int4_in_float16() -> Iterator[str]:
+    """The fused int4 kernels with groups of 64 and a bias, in float16."""
     n, k = 4096, 4096
-    for group, dtype in ((32, BF16), (64, torch.float16)):
-        tiled = empty(n // 16, k // 128, 16, 16, dtype=torch.int32)
-        rows = k // 128 * (128 // group)
-        for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
-            x = empty(4096, k, dtype=dtype)
-            meta, bias = empty(rows, n, dtype=torch.int32), empty(n, dtype=dtype)
-            w4a16.w4a16(x, None, empty(n, 1, dtype=dtype), None, tiled, meta, bias, tile=way)
-            yield f"w4a16 group {group} {way.way} {dtype}"
-        x, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
-        tile_ = tuning.Tile("wide", 64, 64, stages=3)
-        w4a8.w4a8(x, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=tile_)
-        yield f"w4a8 group {group}"
+    tiled, x, bias = empty(n // 16, k // 128, 16, 16, dtype=torch.int32), *empty(2, 4096, k, dtype=torch.float16)
+    bias, rows = bias[0], k // 128 * 2
+    for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
+        meta = empty(rows, n, dtype=torch.int32)
+        w4a16.w4a16(x, None, empty(n, 1, dtype=torch.float16), None, tiled, meta, bias, tile=way)
+        yield f"w4a16 float16 {way.way}"
+        nvfp4a16.nvfp4a16(x, None, *scales_fp4(n, k), *tiled_fp4(n, k), bias, tile=way)
+        yield f"nvfp4a16 float16 {way.way}"
+    codes, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
+    w4a8.w4a8(codes, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=way)
+    yield "w4a8 group 64"
 
 
-def fp4() -> Iterator[str]:
-    yield from products_of("nvfp4a16")
-    for tile_ in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
-        x, bias = empty(4096, 4096, dtype=torch.float16), empty(4096, dtype=torch.float16)
-        nvfp4a16.nvfp4a16(x, None, *scales_fp4(4096, 4096), *tiled_fp4(4096, 4096), bias, tile=tile_)
-        yield f"nvfp4a16 float16 {tile_.way}"
+def dequantized_experts() -> Iterator[str]:
+    """The product of 16-bit values of NVFP4's experts, with their scales."""
+    given = groups_of(128, 8, 65_536)
+    tile_ = tuning.default_tile("dense", given.rows, not on_hopper(), experts=128)
+    x, weight = empty(65_536, 2048), empty(128 * 1536, 2048)
+    scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
+    gemm.run(x, weight, *scales, None, empty(given.rows, 1536), tile_, given, True)
+    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
 
 
-def _attention_operands(dim: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_operands(dim: int) -> tuple[Tensor, Tensor, Tensor]:
     """q (T, 16, D), and k and v (T, 8, D) as slices of one product's output."""
-    qkv = empty(4600, 32 * dim, dtype=dtype)
+    qkv = empty(4600, 32 * dim)
     q, k, v = (part.view(4600, -1, dim) for part in qkv.split((16 * dim, 8 * dim, 8 * dim), 1))
     return q, k, v
 
 
-def _attention_heads() -> list[tuple[int, torch.dtype, int | None]]:
-    """Head sizes with dtype and window. A window adds to a kernel, so that one without compiles where one with it does.
-
-    On Hopper all, one in float16; before it those of most models: 256 spills there.
-    """
-    if not on_hopper():
-        return [(64, BF16, None), (128, BF16, 300)]
-    return [(64, BF16, None), (96, torch.float16, None), (128, BF16, None), (128, BF16, 300), (256, BF16, None)]
+def _attention_heads() -> list[tuple[int, int | None]]:
+    """Head sizes with a window, which adds to a kernel: the smallest and the largest. 256 spills before Hopper."""
+    return [(64, None), (256, None) if on_hopper() else (128, 300)]
 
 
 def attention_forward() -> Iterator[str]:
     """Packed forward, in one chunk and in several."""
     layout = flash_layout.packed_layout([(600, [500] * 8)], torch.device("cpu"))
-    for dim, dtype, window in _attention_heads():
-        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
+    for dim, window in _attention_heads():
+        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
         flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
-        # Before Hopper each head size has tiles of its own, so `spread` takes one launch of each.
-        kind = "attention" if on_hopper() else f"attention-{dim}"
-        yield f"{kind} forward {dim} {dtype} window {window}" + " wgmma" * on_hopper()
+        yield f"attention-{dim} forward window {window}" + " wgmma" * on_hopper()
 
 
 def attention_backward() -> Iterator[str]:
     """Heads of 256 with a window would spill 120 bytes with Triton 3.9, none with 3.6."""
     layout = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu"))
-    for dim, dtype, window in _attention_heads():
-        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim, dtype))
-        out, lse = empty(*q.shape, dtype=dtype), empty(16, layout.tokens, dtype=FP32)
+    for dim, window in _attention_heads()[not on_hopper() :]:
+        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
+        out, lse = empty(*q.shape), empty(16, layout.tokens, dtype=FP32)
         flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
-        yield f"attention backward {dim} {dtype} window {window}"
+        yield f"attention-{dim} backward window {window}"
 
 
 def attention_decode() -> Iterator[str]:
-    """Decodes whose chunks are shared out, and of so many sequences that they are not; heads of every model known."""
-    for dim, heads, kv_heads, sequences, window in (
-        (64, 9, 3, 8, None),
-        *[(128, 16, 8, 8, None), (128, 16, 8, 512, None)] * on_hopper(),
-        (128, 32, 8, 512, 300),
-        (256, 16, 8, 8, None),
-    ):
+    """Decodes whose chunks are shared out, of the smallest heads and of the largest."""
+    for dim, heads, kv_heads, sequences in ((64, 9, 3, 8), (256, 16, 8, 8))[not on_hopper() :]:
         cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
         table = empty(sequences, 128, dtype=torch.int32)
         q = empty(sequences, heads, dim)
-        flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, window, 8192)
-        yield f"decode {dim} {heads} {sequences} window {window}"
+        flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, None, 8192)
+        yield f"decode-{dim} {heads} {sequences}"
 
 
 def attention_paged() -> Iterator[str]:
     """Prefill of two spans and decode of one, pages of either order of axes."""
     pages = [[0], list(range(1, 127)), list(range(127, 260))]
-    layouts = [
-        flash_paged.paged_layout([0, 5, 5 + n], [5, n, 2000], [0, 2000, 0], pages, torch.device("cpu"))[0]
-        for n in (1, 2)
-    ]
-    for dim, _, window in _attention_heads():
-        if dim == 96:
-            continue
-        axis, shape = (1, (32, 8)) if dim == 64 else (2, (8, 16))
-        cache, layout = empty(300, *shape, dim), layouts[dim > 128]
-        flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
-        yield f"attention paged {dim} axis {axis} window {window}"
+    layout, _ = flash_paged.paged_layout([0, 5, 6], [5, 1, 2000], [0, 2000, 0], pages, torch.device("cpu"))
+    dim, axis, shape, window = (64, 1, (32, 8), None) if on_hopper() else (128, 2, (8, 16), 300)
+    cache = empty(300, *shape, dim)
+    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
+    yield f"attention paged {dim} axis {axis} window {window}"
 
 
 def head_statistics() -> Iterator[str]:
@@ -364,12 +345,13 @@ def head_statistics() -> Iterator[str]:
     targets = empty(4096, dtype=torch.int64)
     head.statistics(empty(4096, 2048), empty(151_936, 2048), targets, head.Logits(1.0, -3.0))
     yield "head 151936"
-    for vocabulary, truncation in ((128_000, Truncation(min_p=0.05)), (151_936, Truncation(0.7))):
-        head.fused_distribution(empty(64, 2048), empty(vocabulary, 2048), truncation)
-        yield f"distribution {vocabulary} {truncation}"
-    fp16 = {"dtype": torch.float16}
-    head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
-    yield "head float16, pointers"
+    truncation = Truncation(min_p=0.05) if on_hopper() else Truncation(0.7)
+    head.fused_distribution(empty(64, 2048), empty(151_936, 2048), truncation)
+    yield f"distribution {truncation}"
+    if not on_hopper():
+        fp16 = {"dtype": torch.float16}
+        head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
+        yield "head float16, pointers"
 
 
 def head_gradients() -> Iterator[str]:
@@ -378,15 +360,13 @@ def head_gradients() -> Iterator[str]:
     rows = 4096
     targets, row = empty(rows, dtype=torch.int64), empty(rows, dtype=FP32)
     found = head.Statistics(row, row, row, row)
-    arriving = ((row, None, None), (row, row, None), (row, row, -3.0))
-    for grad, grad_entropy, log_min_p in arriving:
-        parts = targets, grad, grad_entropy, head.Logits(0.7, log_min_p), found
-        head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
-        yield f"gradient {grad is not None} {grad_entropy is not None} {log_min_p}" + " wgmma" * hopper
+    parts = targets, row, None, head.Logits(0.7, None), found
+    head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
+    yield "gradient" + " wgmma" * hopper
     x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
     parts = targets, row, row, head.Logits(1.0, -3.0), found
     head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
-    yield "gradient float16, pointers"
+    yield "pointers, gradient in float16"
 
 
 def fp8_backward_products() -> Iterator[str]:
@@ -403,28 +383,20 @@ def fp8_backward_products() -> Iterator[str]:
             )
             with patch.object(fp8_backward, "WEIGHT_TILES", (tile_,)):
                 fp8_backward._add_product(a, b, empty(m, n, dtype=FP32))
-            yield f"backward product {m}x{n} {tile_}" + " wgmma" * hopper
-
-
-# Experts, slots, features, features of an expert: of Mixtral, of one with many small experts, of Qwen3-30B-A3B.
-MIXTURES = ((8, 2, 4096, 14_336), (512, 16, 1000, 500), (128, 8, 2048, 768))
+            yield f"product-{tile_.block_n} of a backward {m}x{n} {tile_}" + " wgmma" * hopper
 
 
 def moe_routing_and_order() -> Iterator[str]:
     """Routing and its backward, of few tokens and of many, chosen and replayed; sorting by expert."""
-    for experts, slots, hidden, _ in MIXTURES[-1:]:
-        whole = experts == 128  # the others differ in how wide a tile is
-        for tokens in (64, 8192) if whole else (64,):
-            x, weight = empty(tokens, hidden), empty(experts, hidden)
-            routed = moe_routing.route(x, weight, slots, True, kernels=True)
-            if whole and tokens == 64:
-                moe_routing.route(x, weight, slots, False, empty(tokens, slots, dtype=torch.int64), kernels=True)
-                moe_routing.route_backward(routed.weights, routed, True, kernels=True)
-            moe_dispatch.groups_of(routed.experts, experts, kernels=True)
-            moe_routing.route_backward(routed.weights, routed, False, kernels=True)
-            yield f"routing {experts} experts, {tokens} tokens"
-        moe_dispatch.groups_of(empty(4, slots, dtype=torch.int32), experts, kernels=True)
-        yield f"order of few, {experts} experts"
+    experts, slots, hidden = 128, 8, 2048
+    for tokens in (64, 8192):
+        x, weight = empty(tokens, hidden), empty(experts, hidden)
+        routed = moe_routing.route(x, weight, slots, True, kernels=True)
+        moe_dispatch.groups_of(routed.experts, experts, kernels=True)
+        moe_routing.route_backward(routed.weights, routed, False, kernels=True)
+        yield f"routing {tokens} tokens"
+    moe_dispatch.groups_of(empty(4, slots, dtype=torch.int32), experts, kernels=True)
+    yield "order of few"
 
 
 def groups_of(experts: int, slots: int, tokens: int) -> Groups:
@@ -435,99 +407,13 @@ def groups_of(experts: int, slots: int, tokens: int) -> Groups:
 
 def moe_combinations() -> Iterator[str]:
     """From rows of slots to rows of tokens, and back."""
-    for experts, slots, hidden, _ in MIXTURES[-1:]:
-        groups = groups_of(experts, slots, 4096)
-        y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
-        moe_combine.combine(d, weights, groups)
-        moe_combine.combine_backward(y, d, weights, groups, d)
-        gather_rows.rows_in_order(y, groups)
-        shared = Shared(y, moe_shared.shared_gate(y, empty(1, hidden), kernels=True))
-        moe_combine.combine(d, weights, groups, shared)
-        moe_combine.shared_backward(y, shared, y)
-        for added in (None, y):
-            moe_combine.sum_over_slots(d, groups, added)
-        yield f"combine {experts}x{hidden}"
-
-
-# E, k, N, K and whether x is gathered: Qwen3-30B-A3B and Mixtral
-EXPERTS = ((128, 8, 1536, 2048, True), (128, 8, 2048, 768, False), (8, 2, 28_672, 4096, True))
-
-
-def _label(family: str, experts: int, n: int, k: int, tile_: tuning.Tile) -> str:
-    return f"experts {family} {experts}x{n}x{k} {tile_}" + " wgmma" * (on_hopper() and is_wgmma(tile_))
-
-
-class _Tiles:
-    """Compiles each tile of a family once, with any number of stages: fewer stages take less shared memory.
-
-    Whether rows are gathered and the number of experts change where a program begins, not what its loop holds, so no
-    tile is compiled for two shapes. A tile that is used for both kinds of rows is compiled with gathered ones.
-    """
-
-    def __init__(self) -> None:
-        self.done: set[tuple[str, tuning.Tile]] = set()
-
-    def product(
-        self, family: str, shape: tuple[int, int, int, int, bool], tokens: int, tile_: tuning.Tile
-    ) -> Iterator[str]:
-        key = family, replace(tile_, stages=1)
-        if tile_.way != "dequantized" and key not in self.done:
-            self.done.add(key)
-            experts, slots, n, k, gathered = shape
-            product(family, groups_of(experts, slots, tokens), n, k, gathered, tile_)
-            yield _label(family, experts, n, k, tile_)
-
-    def defaults(self, family: str) -> Iterator[str]:
-        """Tiles that no table has chosen, from many rows per expert to few."""
-        for shape in for_this_gpu(EXPERTS):
-            experts, slots = shape[:2]
-            for tokens in (65_536, 4096, 256, 16):
-                tile_ = tuning.default_tile(family, tokens * slots, not on_hopper(), experts=experts)
-                yield from self.product(family, shape, tokens, tile_)
-
-    def tabled(self, family: str) -> Iterator[str]:
-        """On Hopper: the most demanding tiles of the shipped tables."""
-        if not on_hopper():
-            return
-        for gathered, shape in ((True, EXPERTS[0]), (False, EXPERTS[1])):
-            shipped = [
-                tile_
-                for device in sorted(path.stem for path in tuning.TABLES.glob("*.json"))
-                for named, tuned, entry in entries(device, grouped=True)
-                if named == family and tuned.gathered == gathered
-                for _, tile_ in entry.tiles
-                if tile_ is not None
-            ]
-            for tile_ in most_demanding(shipped):
-                yield from self.product(family, shape, 4096, tile_)
-
-
-def all_tiles(*families: str) -> Iterator[str]:
-    tiles = _Tiles()
-    for family in families:
-        yield from tiles.tabled(family)  # before the defaults: it has the most stages
-        yield from tiles.defaults(family)
-
-
-def grouped_dense() -> Iterator[str]:
-    """16-bit products of few rows per expert and of many, and their backward; widths that no vector divides."""
-    yield from all_tiles("dense", "input_grad", "weight_grad")
-    if on_hopper():
-        experts, slots, hidden, width = MIXTURES[1]
-        for gathered, n, k in ((True, 2 * width, hidden), (False, hidden, width)):
-            for family, each in (("dense", 4), ("input_grad", 1000), ("weight_grad", 1000)):
-                given = groups_of(experts, slots, each * experts // slots)
-                tile_ = tuning.default_tile(family, given.rows, False, experts=experts)
-                product(family, given, n, k, gathered, tile_)
-                yield _label(family, experts, n, k, tile_)
-
-
-def grouped_int4() -> Iterator[str]:
-    yield from all_tiles("w4a16", "nvfp4a16")
-    experts, slots, n, k, _ = EXPERTS[0]
-    given = groups_of(experts, slots, 65_536)
-    tile_ = tuning.default_tile("dense", given.rows, not on_hopper(), experts=experts)
-    x, weight = empty(65_536, k), empty(experts * n, k)
-    scales = empty(len(x), 1, dtype=FP32), empty(len(weight), dtype=FP32)
-    gemm.run(x, weight, *scales, None, empty(given.rows, n), tile_, given, True)
-    yield f"experts nvfp4a16 dequantized {tile_}" + " wgmma" * on_hopper()
+    experts, slots, hidden = 128, 8, 2048
+    groups = groups_of(experts, slots, 4096)
+    y, d, weights = empty(4096, hidden), empty(4096 * slots, hidden), empty(4096, slots, dtype=FP32)
+    moe_combine.combine_backward(y, d, weights, groups, d)
+    gather_rows.rows_in_order(y, groups)
+    shared = Shared(y, moe_shared.shared_gate(y, empty(1, hidden), kernels=True))
+    moe_combine.combine(d, weights, groups, shared)
+    moe_combine.shared_backward(y, shared, y)
+    moe_combine.sum_over_slots(d, groups, y)
+    yield "combine"

@@ -184,22 +184,9 @@ def _jobs(case: str, capabilities: Iterable[tuple[int, int]]) -> Iterator[_Job]:
             assert not launches, f"{case}: launches after the last yield have no label"
 
 
-def spread(jobs: Sequence[_Job], most: int) -> list[_Job]:
-    """Per kernel and first word of the labels: on Hopper `most` launches, the first included; before it the last one.
-
-    So both ends of the launches are compiled, whatever `most` is.
-    """
-    by_kernel: dict[tuple[tuple[int, int], str, str], list[_Job]] = {}
-    for job in jobs:
-        by_kernel.setdefault((job.capability, job.kernel, job.label.split()[0]), []).append(job)
-    found = []
-    for (capability, *_), own in by_kernel.items():
-        count, last = min(most, len(own)), len(own) - 1
-        if capability != (9, 0):
-            found.append(own[last])
-        else:
-            found += [own[round(i * last / max(count - 1, 1))] for i in range(count)]
-    return found
+def spread(jobs: Iterable[_Job]) -> list[_Job]:
+    """Per capability, kernel and first word of the labels the last launch: launches of one word differ in little."""
+    return list({(job.capability, job.kernel, job.label.split()[0]): job for job in jobs}.values())
 
 
 _pending: list[_Job] = []  # reached by forked workers: a kernel cannot be pickled
@@ -209,10 +196,9 @@ def _run(index: int) -> Compiled:
     return _pending[index].run()
 
 
-def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int, most: int | None = None) -> None:
-    """Print a JSON line per kernel. most: see `spread`; None: all."""
-    jobs = list(_jobs(case, [(major, minor) for major, minor in capabilities]))
-    _pending.extend(jobs if most is None else spread(jobs, most))
+def compile_case(case: str, capabilities: Sequence[Sequence[int]], processes: int) -> None:
+    """Print a JSON line per kernel."""
+    _pending.extend(spread(_jobs(case, [(major, minor) for major, minor in capabilities])))
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(processes, context) as pool:  # notices a compiler that crashes, unlike a Pool
         for compiled in pool.map(_run, range(len(_pending))):
@@ -231,16 +217,15 @@ class Compiler:
         cache: Path,
         capabilities: Sequence[tuple[int, int]],
         processes: int = 2,
-        most: int | None = None,
     ) -> list[Compiled]:
         """Compile what the generator of `case` launches, once.
 
-        cache: directory for Triton's files. most: see `spread`.
+        cache: directory for Triton's files.
         """
         if (known := self._made.get((case, tuple(capabilities)))) is not None:
             return known
         out, err = cache / "output.out", cache / "output.err"
-        order = {"case": case, "capabilities": list(capabilities), "processes": processes, "most": most}
+        order = {"case": case, "capabilities": list(capabilities), "processes": processes}
         code = Fork("compile_server", out, err, cache=str(cache), **order).wait()
         assert code == 0, f"{case}: exit code {code}: {err.read_text(errors='replace')[-4000:]}"
         lines = [json.loads(line) for line in out.read_text().splitlines() if line.startswith("{")]

@@ -16,12 +16,14 @@ from compiling import Compiler
 CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:elementwise", {(8, 0): None}),
     ("compile_cases:elementwise_fp8", {(8, 9): None}),
-    ("compile_cases:products:dense", {(8, 0): "HMMA", (9, 0): None, (12, 0): "HMMA"}),
-    ("compile_cases:products:w4a16", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_cases:products:w4a8", {(8, 0): "IMMA", (9, 0): None}),
-    ("compile_cases:products:w8a8", {(8, 0): "IMMA", (9, 0): None, (12, 0): "IMMA"}),
+    ("compile_cases:products:dense:input_grad:weight_grad", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_cases:products:dense", {(12, 0): "HMMA"}),
+    ("compile_cases:products:nvfp4a16:w4a16", {(8, 0): "HMMA", (9, 0): None}),
+    ("compile_cases:products:w8a8:w4a8", {(8, 0): "IMMA", (9, 0): None}),
+    ("compile_cases:products:w8a8", {(12, 0): "IMMA"}),
     ("compile_cases:products:fp8:fp8_block", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
-    ("compile_cases:groups_and_dtypes", {(8, 0): None}),  # on Hopper w4a16 and w4a8 have the same kernels
+    ("compile_cases:int4_in_float16", {(8, 0): None}),
+    ("compile_cases:dequantized_experts", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
     ("compile_cases:head_statistics", {(8, 0): None, (9, 0): None}),
     ("compile_cases:head_gradients", {(8, 0): "HMMA", (9, 0): "HGMMA"}),
     ("compile_cases:fp8_backward_products", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
@@ -30,17 +32,8 @@ CASES: list[tuple[str, dict[tuple[int, int], str | None]]] = [
     ("compile_cases:attention_paged", {(8, 0): None, (9, 0): None}),
     ("compile_cases:attention_decode", {(8, 0): None, (9, 0): None}),
     ("compile_cases:fp8_kv_cache", {(8, 9): None, (9, 0): None}),
-    ("compile_cases:fp4", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_cases:grouped_dense", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_cases:all_tiles:w8a8", {(8, 0): "IMMA", (9, 0): None}),
-    ("compile_cases:all_tiles:fp8:fp8_block", {(8, 9): "QMMA", (9, 0): "QGMMA"}),
-    ("compile_cases:grouped_int4", {(8, 0): "HMMA", (9, 0): None}),
-    ("compile_cases:all_tiles:w4a8", {(8, 0): "IMMA", (9, 0): None}),
 ]
 
-
-PRODUCTS, OTHERS = 2, 1  # specialisations per kernel on Hopper, see `spread`
-ALIKE = ("attention_paged", "grouped", "all_tiles")  # kernels of other cases with other addresses
 COPIES = {"_copy_kernel"}  # puts rows in order before a product
 
 
@@ -55,10 +48,7 @@ def compiler() -> Compiler:
 def test_kernels_compile_fit_and_do_not_spill(
     case: str, opcodes: dict[tuple[int, int], str | None], compiler: Compiler, tmp_path: Path
 ) -> None:
-    # Products have tiles of their own per shape; other kernels differ in little but dtypes.
-    own = not any(name in case for name in ALIKE)
-    most = PRODUCTS if own and (any(opcodes.values()) or "attention" in case) else OTHERS
-    kernels = compiler.compile(case, tmp_path, list(opcodes), most=most)
+    kernels = compiler.compile(case, tmp_path, list(opcodes))
     problems = [problem for kernel in kernels for problem in kernel.problems()]
     for kernel in kernels:
         opcode = opcodes[kernel.capability]
@@ -74,7 +64,7 @@ def test_kernels_compile_fit_and_do_not_spill(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_attention_sums_e4m3_in_the_order_of_16_bits(compiler: Compiler, tmp_path: Path) -> None:
-    kernels = compiler.compile("compile_cases:fp8_kv_cache", tmp_path, [(8, 9), (9, 0)], most=OTHERS)
+    kernels = compiler.compile("compile_cases:fp8_kv_cache", tmp_path, [(8, 9), (9, 0)])
     warps = [kernel for kernel in kernels if kernel.count("mma.sync")]
     assert {(kernel.kernel, kernel.capability) for kernel in warps} >= {
         ("decode_kernel", (8, 9)),

@@ -1,152 +1,21 @@
 """Products in Triton, every family by every kind of tile: against float64, and rows of experts bit for bit."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mixtures
 import pytest
 import torch
 from kernel_harness import NEEDS_TRITON
-from nvfp4_products import Nvfp4
 from pairwise import pairwise
-from products import Int4, integers, random, relative_error
-from qarl_kernels import fp8_block, gemm, nvfp4a16, reference, w4a8, w4a16
-from qarl_kernels.activation import quantize_activation_fp8, quantize_activation_int8
+from products import BF16, E4M3, MAKE, Int4, dense, int4, int4_int8, random, relative_error
+from qarl_kernels import fp8_block, gemm, reference, w4a8, w4a16
+from qarl_kernels.activation import quantize_activation_int8
 from qarl_kernels.tuning import Tile
-from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 EXPERTS, TOKENS = 3, 9
-BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 ONE_ROUNDING = {BF16: 2**-8, torch.float16: 2**-11}
-FAST = 5e-3  # FP8 on Hopper accumulates 14 bits of a sum
-
-
-@dataclass
-class Weights:
-    """Weights of all experts.
-
-    product: Of (x, expert, bias, out_dtype, **grouped), with one expert's weight; expert None: with all.
-    exact: Of (x, expert), in float64. bits: Of (x, bias), what plain torch gives with one expert, if exactly that.
-    """
-
-    product: Callable[..., Tensor]
-    exact: Callable[[Tensor, int], Tensor]
-    error: float = 2**-20  # of float32 sums
-    bits: Callable[[Tensor, Tensor], Tensor] | None = None
-
-
-def dense(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int) -> Weights:
-    weight = random(experts * n, k, seed=2, device=device, dtype=dtype)
-    own = weight.chunk(experts)
-    return Weights(
-        lambda x, e, bias=None, out=None, **more: gemm.dense(x, weight if e is None else own[e], bias, out, **more),
-        lambda x, e: x.double() @ own[e].double().t(),
-    )
-
-
-def scaled(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int, int8: bool) -> Weights:
-    quantize = quantize_activation_int8 if int8 else quantize_activation_fp8
-    codes = integers(-128, 127, experts * n, k, seed=2, device=device)
-    codes = codes if int8 else random(experts * n, k, seed=2, device=device).to(E4M3)
-    scale = (torch.rand(experts * n, 1, generator=torch.Generator().manual_seed(3)) * 0.01).to(device, BF16)
-    own = list(zip(codes.chunk(experts), scale.chunk(experts), strict=True))
-
-    def product(x: Tensor, e: int | None, bias: Tensor | None = None, out: torch.dtype = dtype, **more) -> Tensor:
-        return gemm.scaled(*quantize(x), *((codes, scale) if e is None else own[e]), bias, out, **more)
-
-    def exact(x: Tensor, e: int) -> Tensor:
-        qx, s_x = quantize(x)
-        return qx.double() @ own[e][0].double().t() * own[e][1].double().t() * s_x.double()
-
-    bits = (lambda x, bias: reference.w8a8(x, codes.float(), scale, bias)) if int8 else None
-    return Weights(product, exact, 2**-20 if int8 else FAST, bits)
-
-
-def blocks(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int) -> Weights:
-    codes = random(experts * n, k, seed=2, device=device).to(E4M3)
-    scale = random(-(-experts * n // 128), -(-k // 128), seed=4, device=device).to(BF16)
-    own = list(zip(codes.chunk(experts), scale.chunk(experts), strict=True))
-
-    def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [quantize_activation_fp8(part) for part in x.split(128, 1)]
-        return torch.cat([codes for codes, _ in parts], 1), torch.cat([scale for _, scale in parts], 1)
-
-    def product(x: Tensor, e: int | None, bias: Tensor | None = None, out: torch.dtype = dtype, **more) -> Tensor:
-        return fp8_block.fp8_block(*quantize(x), *((codes, scale) if e is None else own[e]), bias, out, **more)
-
-    def exact(x: Tensor, e: int) -> Tensor:
-        (qx, s_x), (mine, s_w) = quantize(x), own[e]
-        wide = s_w.double().repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
-        return (qx.double() * s_x.double().repeat_interleave(128, 1)[:, :k]) @ (mine.double() * wide).t()
-
-    return Weights(product, exact, FAST)
-
-
-def _one(weight: Int4, expert: int | None, experts: int) -> Int4:
-    """An expert's own weight; None: that of all."""
-    if expert is None:
-        return weight
-    parts = (None if one is None else one.chunk(experts)[expert] for one in (weight.codes, weight.scale))
-    return Int4(*parts, weight.zero_point if experts == 1 else None, weight.group)
-
-
-def int4(
-    n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int, group: int | None = 32, asymmetric=False
-) -> Weights:
-    weight = Int4.random(experts * n, k, group, asymmetric=asymmetric, dtype=dtype, device=device)
-
-    def product(x: Tensor, e: int | None, *given, **more) -> Tensor:
-        own = _one(weight, e, experts)
-        form = own.scale, own.packed_zero_point(), own.tiled(), own.meta(dtype)
-        return w4a16.w4a16(x, None, *form, *given, **more)
-
-    return Weights(product, lambda x, e: x.double() @ _one(weight, e, experts).values(dtype).double().t())
-
-
-def int4_int8(
-    n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int, group: int | None = 64
-) -> Weights:
-    weight = Int4.random(experts * n, k, group, device=device)
-
-    def product(x: Tensor, e: int | None, bias: Tensor | None = None, out: torch.dtype = dtype, **more) -> Tensor:
-        own = _one(weight, e, experts)
-        form = own.tiled(), own.meta_int8(), k, n
-        return w4a8.w4a8(*quantize_activation_int8(x), *form, bias, out, group is None, **more)
-
-    def exact(x: Tensor, e: int) -> Tensor:
-        qx, s_x = quantize_activation_int8(x)
-        return qx.double() @ _one(weight, e, experts).values(torch.float32).double().t() * s_x.double()
-
-    bits = lambda x, bias: reference.w4a8(x, weight.codes.float(), weight.scale, bias)  # noqa: E731
-    return Weights(product, exact, bits=bits)
-
-
-def nvfp4(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int) -> Weights:
-    weight = Nvfp4.random(experts * n, k, device=device)
-
-    def product(x: Tensor, e: int | None, *given, **more) -> Tensor:
-        stored = weight.packed, weight.scale
-        own = stored if e is None else tuple(part.chunk(experts)[e] for part in stored)
-        return nvfp4a16.nvfp4a16(x, *own, weight.global_scale, *nvfp4a16.tile_nvfp4(*own), *given, **more)
-
-    def exact(x: Tensor, e: int) -> Tensor:
-        return x.double() @ weight.scaled_codes().chunk(experts)[e].double().t() / weight.global_scale.double()
-
-    return Weights(product, exact)
-
-
-MAKE: dict[str, Callable[..., Weights]] = {
-    "dense": dense,
-    "w8a8": lambda *shape: scaled(*shape, int8=True),
-    "fp8": lambda *shape: scaled(*shape, int8=False),
-    "fp8_block": blocks,
-    "w4a16": int4,
-    "w4a8": int4_int8,
-    "w4a8 channel": lambda *shape: int4_int8(*shape, group=None),
-    "nvfp4a16": nvfp4,
-}
 GEMM = [
     Tile("x_first", 64, 64, 64),
     Tile("w_first", 16, 64, 128),

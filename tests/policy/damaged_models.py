@@ -97,7 +97,7 @@ def gguf_of(weights: Weights, path: Path) -> Path:
     writer.add_rope_freq_base(10000.0)
     vocabulary = json.loads((weights.source / "tokenizer.json").read_text())["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(sorted(vocabulary, key=vocabulary.get))
+    writer.add_token_list([*sorted(vocabulary, key=vocabulary.get)[:-1], "ab"])  # what the merge makes
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(1)

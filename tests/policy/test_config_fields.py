@@ -52,7 +52,6 @@ WINDOWS: dict[str, list[dict[str, Any]]] = {
 # What a family may refuse stands alone; of a change of several keys, every one must be accepted.
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES: list[dict[str, Any]] = [
-    {"rope_theta": 500.0},
     {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 3000.0}, "num_key_value_heads": 1},
     {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 3000.0, "num_hidden_layers": 3},
     {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}},
@@ -61,11 +60,10 @@ ROPES: list[dict[str, Any]] = [
     {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
 ]
 CHANGES: list[dict[str, Any]] = [
-    {"num_attention_heads": 8, "tie_word_embeddings": True, "rms_norm_eps": 0.3},
-    {"num_key_value_heads": 1, "intermediate_size": 96},
-    {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False},
-    {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},
-    {"vocab_size": 300, "pad_token_id": None, "max_position_embeddings": 256},
+    {"num_attention_heads": 8, "tie_word_embeddings": True, "rms_norm_eps": 0.3, "num_key_value_heads": 1},
+    {"num_key_value_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False, "rope_theta": 500.0},
+    {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 96, "vocab_size": 300}
+    | {"pad_token_id": None, "max_position_embeddings": 256},
     {"head_dim": 8},
     {"attention_bias": True},
     {"mlp_bias": True},

@@ -45,7 +45,6 @@ DENSE = [
     (*W4A16, "qwen3", {"learner": "full_precision"}),
     (*W8A8, "qwen3", {"learner": "fake_quant"}),
     ("bf16", None, "qwen3", {"kv_cache_dtype": "fp8"}),
-    ("bf16", None, "llama", {}),
     ("bf16", None, "qwen2", {}),
 ]
 MIXED = [
@@ -60,9 +59,9 @@ MODES, TWO = ["mlp", "products", "layer"], ("qwen3", "qwen2_moe")
 FEW = SCHEMES if ON_GPU else [W8A8]
 # w8a8 quantizes anew what it computes again: of one norm for "mlp", of everything for "layer"
 RECOMPUTED = [("bf16", "qwen3", mode) for mode in (MODES if ON_GPU else ["products"])]
-RECOMPUTED += [("w8a8", family, mode) for family in TWO for mode in (MODES if ON_GPU else MODES[::2])]
+RECOMPUTED += [("w8a8", family, mode) for family in TWO for mode in MODES][:: 1 if ON_GPU else 5]
 OWN = [
-    *((*scheme, family, {}) for family in TWO for scheme in FEW),
+    *((*scheme, family, {}) for family in TWO[not ON_GPU :] for scheme in FEW),
     ("bf16", None, "qwen3", {"kv_cache_dtype": "fp8"}),
 ]
 PUBLISHED = [*((*scheme, "qwen3") for scheme in SCHEMES), *((*scheme, "qwen2_moe") for scheme in FEW)]

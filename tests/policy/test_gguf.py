@@ -8,9 +8,10 @@ import torch
 from damaged_models import Weights, gguf_of
 from gguf_once import parsed_once
 from policy_models import hf_logprobs, logprobs, make_policy
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
+from qarl.exporting.job import export_target
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
 from qarl.inputs import files
@@ -100,6 +101,23 @@ def test_masters_are_read_one_at_a_time_and_are_the_same(tiny, empty, another_pr
     assert model_weights(tiny) is None
     for name, parameter in load_model(tiny).named_parameters():
         assert torch.equal(masters.read(name), parameter)
+
+
+def test_a_gguf_file_is_quantized_to_a_checkpoint_that_transformers_loads(
+    tiny, empty, another_process, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("qarl.inference.target._model", lambda values: tiny)
+    target = resolve_target(tiny.path, quant={"scheme": "w4a16", "group_size": 32})
+    export_target(target, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=10**9)
+    model, plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_model(tiny)
+    assert type(model) is type(plain)
+    with torch.no_grad():
+        model(torch.tensor([[5, 6, 7]]))  # the first forward decompresses
+    for name, weight in plain.named_parameters():
+        found = model.get_parameter(name).float()
+        assert (found - weight).norm() < 0.2 * weight.norm(), name
+    ours, expected = AutoTokenizer.from_pretrained(tmp_path / "out"), load_tokenizer(tiny)
+    assert ours("a b").input_ids == expected("a b").input_ids and ours.eos_token_id == expected.eos_token_id
 
 
 def test_a_damaged_conversion_is_never_loaded(tiny, empty, another_process):

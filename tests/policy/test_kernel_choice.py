@@ -168,8 +168,7 @@ def _linear(scheme: str, kernels: bool, dequantize_input: bool = False, **change
 @interpreted
 @pytest.mark.parametrize(
     ("scheme", "changes"),
-    [(scheme, {}) for scheme in SCHEMES]
-    + [("w4a16", {"symmetric": False}), ("w4a16", {"scale_dtype": "float32"})]
+    [("w4a16", {"scale_dtype": "float32"})]
     + [(scheme, {"dequantize_input": True}) for scheme in ("w8a8", "fp8", "w4a8", "fp8_block")],
 )
 def test_kernels_and_reference_agree_in_forward_and_backward(scheme: str, changes) -> None:

@@ -208,29 +208,3 @@ def test_bf16_is_off_by_rounding_alone(tiny_model) -> None:
     for layer in range(2):  # a gate of 1/2, whatever a token says
         policy.weights.values[f"model.layers.{layer}.mlp.shared_expert_gate.weight"].zero_()
     assert (logprobs(policy) - expected).abs().mean() > 0.05
-
-
-def test_the_router_learns_through_the_weights_of_replayed_experts(tiny_model) -> None:
-    policy = make_policy(tiny_model("mixtral"))
-    replay = torch.tensor([[0, 3]]).expand(6, 2, 2)
-    logp = policy.logprobs([[5, 6, 7]], [[9, 10, 11, 12]], Truncation(), 8, routes=Routes(replay=replay))[0]
-    logp.sum().backward()
-    masters = dict(policy.named_parameters())
-    assert masters["model.layers.0.block_sparse_moe.gate.weight"].grad.abs().max() > 0
-    assert not masters["model.layers.0.block_sparse_moe.experts.1.w1.weight"].grad.any()
-    assert masters["model.layers.0.block_sparse_moe.experts.3.w1.weight"].grad.any()
-
-
-def test_the_routers_losses_reach_the_router_and_not_the_log_probs(tiny_model) -> None:
-    policy = make_policy(tiny_model("olmoe"))
-    prompts, responses = [[5, 6, 7]], [[9, 10, 11, 12]]
-    found = {}
-    for aux in (0.0, 1.0):
-        policy.model.zero_grad()
-        routes = Routes(balance=Balance(aux, 0.0, slice(6), 2))
-        logp = policy.logprobs(prompts, responses, Truncation(), 8, routes=routes)[0]
-        logp.sum().backward()
-        gradient = dict(policy.named_parameters())["model.layers.1.mlp.gate.weight"].grad
-        found[aux] = logp.detach(), gradient.clone()
-    assert torch.equal(found[0.0][0], found[1.0][0])
-    assert not torch.equal(found[0.0][1], found[1.0][1])

@@ -51,12 +51,12 @@ IRRELEVANT: list[dict[str, Any]] = [
 
 
 def other_values(contents: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """For each number and each switch of a config.json, the file with other values there."""
+    """For each number and each switch of a config.json, the file with another value there."""
     for key, value in contents.items():
         if isinstance(value, bool):
             yield {key: not value}
         elif isinstance(value, int | float):
-            yield from ({key: value * 2}, {key: value // 2 if isinstance(value, int) else value / 2})
+            yield {key: value * 2}
         elif isinstance(value, dict):
             yield from ({key: value | changed} for changed in other_values(value))
 

@@ -43,8 +43,7 @@ def test_padding_token_gets_no_gradient_from_its_look_ups(tiny_model) -> None:
     assert not found[2].any() and found[7].any()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("family", "symmetric"), [*zip(FAMILIES, [True, False, True], strict=True)])
 def test_w4a16_policy_is_the_hugging_face_model_with_dequantized_weights(tiny_model, family, symmetric) -> None:
     directory = tiny_model(family)
     policy = make_policy(directory, "w4a16", group_size=32, symmetric=symmetric)
@@ -52,14 +51,6 @@ def test_w4a16_policy_is_the_hugging_face_model_with_dequantized_weights(tiny_mo
     torch.testing.assert_close(logprobs(policy, **FEW), hf_logprobs(model, **FEW), rtol=0, atol=1e-4)
     # the straight-through gradient of the master is the dequantized weight's own
     assert_gradients_close(gradients(policy, **FEW), hf_gradients(model, **FEW), FP32_GRADIENT)
-
-
-@pytest.mark.parametrize("scheme", ["w8a8", "fp8", "w4a8"])
-def test_quantized_activations_stay_near_the_model_with_dequantized_weights(tiny_model, scheme: str) -> None:
-    policy = make_policy(tiny_model("qwen3"), scheme, group_size=32 if scheme == "w4a8" else None)
-    model = put_dequantized(load(tiny_model("qwen3")), policy)
-    difference = (logprobs(policy) - hf_logprobs(model)).detach().abs()
-    assert 0 < difference.mean() < 0.1  # 8-bit activations: not equal, and not another model
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -74,8 +65,10 @@ def test_half_precision_is_near_float32_in_log_probs_and_gradients(tiny_model, d
     assert not torch.equal(norm, norm.to(dtype).float()), "the gradient is not rounded to the compute dtype"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8"])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"),
+    [("bf16", torch.bfloat16), ("bf16", torch.float32), ("w4a16", torch.float32), ("w8a8", torch.bfloat16)],
+)
 def test_sharing_a_prompt_changes_no_bit_of_the_log_probs(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("qwen3"), scheme, dtype, 32 if scheme[:2] == "w4" else None)
     prompts, responses = batch()

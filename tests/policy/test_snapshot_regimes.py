@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from pairwise import pairwise
 from policy_models import CPU, hf_logprobs, load, logprobs, make_policy, parts_of, put_dequantized, sampled
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.schemes.bf16 import OrdinaryProduct
@@ -49,8 +48,9 @@ def test_unquantized_snapshot_has_the_parameters_of_the_model_in_layer_order(tin
     assert all(torch.equal(policy.current.tensors[n], p.bfloat16()) for n, p in model.named_parameters())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("scheme", ["bf16", *QUANTIZED])
+@pytest.mark.parametrize(
+    ("scheme", "dtype"), [*zip(["bf16", *QUANTIZED], [torch.float32, torch.bfloat16] * 4, strict=False)]
+)
 def test_refresh_makes_new_tensors_and_leaves_the_old_snapshot(tiny_model, scheme: str, dtype: torch.dtype) -> None:
     policy = make_policy(tiny_model("llama"), scheme, dtype, _group(scheme))
     old = policy.current
@@ -144,18 +144,6 @@ def test_group_size_that_does_not_divide_names_the_layer_unless_it_is_ignored(ti
         make_policy(tiny_model("llama"), "w4a16", group_size=128)
     policy = make_policy(tiny_model("llama"), "w4a16", group_size=128, ignore=["lm_head", "re:(?!.*down_proj)"])
     assert set(policy.current.weights) == {f"model.layers.{i}.mlp.down_proj" for i in (0, 1)}
-
-
-NAMES = ["model.layers.1.mlp.up_proj.weight", "model.norm.weight", "model.embed_tokens.weight"]
-
-
-@pytest.mark.parametrize(("scheme", "value", "name"), pairwise(["bf16", *QUANTIZED], [torch.nan, torch.inf], NAMES))
-def test_a_master_that_is_not_finite_is_named(tiny_model, name: str, value: float, scheme: str) -> None:
-    policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme))
-    with torch.no_grad():
-        dict(policy.named_parameters())[name].view(-1)[3] = value
-    with pytest.raises(UserError, match=rf"quantize version 5: {name}: 1 of \d+ values are NaN or infinite"):
-        policy.refresh(5)
 
 
 def test_a_master_too_large_for_float16_is_named(tiny_model) -> None:
