@@ -1,5 +1,7 @@
 """A small model and a configuration of it, for tests of what memory is estimated."""
 
+from plain_settings import plain_config
+
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 
@@ -8,11 +10,9 @@ TINY = Architecture("llama", 64, 128, 2, 4, 2, 16, 100, 1024, tied_embeddings=Tr
 
 def config(**sections) -> Config:
     base = {
-        "model": {"path": "x"},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 24},
+        "data": {"max_prompt_length": 24},
         "rollout": {"max_response_length": 8, "max_num_seqs": 2},
-        "reward": {"functions": [{"name": "exact"}]},
         "train": {"steps": 1, "micro_batch_tokens": 10, "logprob_chunk": 5, "recompute": "elementwise"},
         "quant": {"group_size": 32},
     }
-    return Config.model_validate({key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})
+    return plain_config(**{key: {**base.get(key, {}), **sections.get(key, {})} for key in {**base, **sections}})

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from plain_settings import plain_config
 from safetensors import safe_open
 from torch import Tensor
 from whole_pieces import whole_pieces
 
-from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.exporting.job import export_target
 from qarl.exporting.writer import ExportReport
@@ -51,15 +51,13 @@ class TinyRun:
 
 def save_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), noise: float = 0.01, **quant: Any) -> TinyRun:
     """noise: standard deviation of what each step adds to every master. quant: the `quant` section."""
-    data = {
-        "model": {"path": str(model)},
-        "quant": quant or SCHEMES["w4a16-g32"],
-        "rollout": {"n": 4, "max_response_length": 8},
-        "data": {"source": "task:arithmetic", "max_prompt_length": 64},
-        "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
-        "train": {"steps": 6, "prompts_per_step": 4, "run_dir": str(path)},
-    }
-    config = Config.model_validate(data)
+    config = plain_config(
+        model={"path": str(model)},
+        quant=quant or SCHEMES["w4a16-g32"],
+        rollout={"n": 4, "max_response_length": 8},
+        data={"max_prompt_length": 64},
+        train={"steps": 6, "prompts_per_step": 4, "run_dir": str(path)},
+    )
     policy = Policy(
         load_model(config.model), scheme_of(config.quant), config.quant, DTYPES[config.model.dtype], torch.device("cpu")
     )

@@ -1,4 +1,7 @@
-"""`quant.kernels: auto` against `reference` on a CUDA device: published codes, linears, log-probs, gradients."""
+"""`quant.kernels: auto` against `reference` on a CUDA device: gradients of linears, log-probs, gradients of policies.
+
+Codes, products and their rows are compared by tests/kernels, which run on the device too, and by test_gpu_kernels.py.
+"""
 
 import pytest
 import torch
@@ -11,12 +14,10 @@ from qarl_kernels.logprob import Truncation, logits_of
 from torch import Tensor, nn
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.errors import UserError
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import WeightSet
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
-from qarl.weight_sync.quantize import quantize_parameter
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
@@ -46,36 +47,6 @@ def _made(scheme: str, changes: dict, dtype: torch.dtype = torch.bfloat16) -> Sc
     return make_scheme(scheme, **changes, scale_dtype=str(dtype).removeprefix("torch."))
 
 
-# --- published codes
-
-
-@pytest.mark.parametrize(("n", "k"), [(320, 256), (97, 640), (1, 128)])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
-def test_codes_of_the_gpu_are_those_of_the_cpu(scheme: str, changes: dict, dtype: torch.dtype, n: int, k: int) -> None:
-    made = _made(scheme, changes, dtype)
-    made = made if made.quantized else None
-    master = _random(n, k, seed=n)
-    master[0, :128] = 0.0  # a group of zeros
-    on_cpu = quantize_parameter("w.weight", master, made, torch.bfloat16, 0)
-    on_gpu = quantize_parameter("w.weight", master.cuda(), made, torch.bfloat16, 0, kernels=True)
-    if made is None:
-        assert torch.equal(on_gpu.cpu(), on_cpu)
-        return
-    assert list(on_gpu.tensors) == list(on_cpu.tensors)
-    for name, tensor in on_cpu.tensors.items():
-        found = on_gpu.tensors[name].cpu()
-        assert found.dtype == tensor.dtype and torch.equal(found.view(torch.uint8), tensor.view(torch.uint8)), name
-
-
-@pytest.mark.parametrize(("scheme", "changes"), SCHEMES[1:])
-def test_a_master_that_is_not_finite_is_named(scheme: str, changes: dict) -> None:
-    master = _random(64, 256, seed=0).cuda()
-    master[3, 5] = torch.nan
-    with pytest.raises(UserError, match=r"quantize version 4: w.weight: 1 of 16384 values are NaN or infinite"):
-        quantize_parameter("w.weight", master, _made(scheme, changes), torch.bfloat16, 4, kernels=True)
-
-
 # --- one linear
 
 
@@ -86,21 +57,6 @@ def _linear(scheme: Scheme, dtype: torch.dtype, kernels: bool, n: int = 320, k: 
     values = LowBitWeight.of_values(master.to(dtype))
     weight = quantize_weight(master, scheme, "w") if scheme.quantized else values
     return OneLinear(linear, weight.prepare(dtype, kernels), dtype)
-
-
-@pytest.mark.parametrize("m", [0, 1, 7, 64, 300])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
-def test_a_linear_agrees_with_the_reference(scheme: str, changes: dict, dtype: torch.dtype, m: int) -> None:
-    made = _made(scheme, changes, dtype)
-    x = _random(m, 256, seed=1).to(CUDA, dtype)
-    with torch.no_grad():
-        found, expected = (_linear(made, dtype, kernels)(x) for kernels in (True, False))
-    assert found.dtype == expected.dtype and found.shape == expected.shape
-    if scheme in ("w8a8", "w4a8"):  # integer products are exact, and the epilogue has the reference's order
-        assert torch.equal(found, expected)
-    else:
-        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -118,16 +74,6 @@ def test_gradients_of_a_linear_agree_with_the_reference(scheme: str, changes: di
     for found, expected in zip(*grads, strict=True):
         assert found.dtype == expected.dtype
         assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4 * torch.finfo(dtype).eps
-
-
-@pytest.mark.parametrize(("scheme", "changes"), SCHEMES)
-def test_rows_keep_their_bits_in_every_batch(scheme: str, changes: dict) -> None:
-    linear = _linear(_made(scheme, changes), torch.bfloat16, True)
-    x = _random(300, 256, seed=1).to(CUDA, torch.bfloat16)
-    with torch.no_grad():
-        whole = linear(x)
-        for start, rows in [(0, 1), (37, 2), (5, 33), (100, 64), (20, 250)]:
-            assert torch.equal(linear(x[start : start + rows]), whole[start : start + rows])
 
 
 def test_logits_keep_their_bits_in_every_batch_and_agree_with_torch() -> None:

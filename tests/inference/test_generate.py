@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+from plain_settings import plain_config
 
 from qarl.config import Config
 from qarl.errors import UserError
@@ -23,8 +24,7 @@ def completions(path, texts, scheme="w4a16", **look) -> list[Completed]:
 
 def trained(model: str, **data) -> Config:
     """A run's configuration."""
-    sections = {"model": {"path": model}, "data": {"source": "task:arithmetic", **data}, "train": {"steps": 1}}
-    return Config.model_validate(sections | {"reward": {"functions": [{"name": "exact"}]}})
+    return plain_config(model={"path": model}, data=data)
 
 
 def test_running_out_of_memory_is_a_line_with_what_to_lower(tiny_model, monkeypatch):

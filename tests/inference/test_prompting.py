@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from plain_settings import plain_settings
 from whole_pieces import whole_pieces
 
 from qarl.config import EvaluationConfig
@@ -33,14 +34,13 @@ def placed(tiny_model, tmp_path):
         folder = tmp_path / str(next(numbers))
         run, out = folder / "run", folder / "export"
         run.mkdir(parents=True)
-        config = {
-            "model": {"path": str(tiny_model())},
-            "quant": {"scheme": "w8a8"},
-            "data": {"source": "task:arithmetic", **data},
-            "rollout": rollout or {},
-            "reward": {"functions": [{"name": "exact"}]},
-            "train": {"steps": 2, "run_dir": str(run)},
-        }
+        config = plain_settings(
+            model={"path": str(tiny_model())},
+            quant={"scheme": "w8a8"},
+            data=data,
+            rollout=rollout or {},
+            train={"steps": 2, "run_dir": str(run)},
+        )
         (run / "config.yaml").write_text(yaml.safe_dump(config))
         (run / "metrics.jsonl").write_text("")
         (run / "environment.json").write_text("{}")

@@ -19,7 +19,13 @@ def _fused(weight: Nvfp4, x, tile, bias=None, out=torch.float32):
     return nvfp4a16.nvfp4a16(x, *weight.stored(), *weight.tiled(), bias, out, tile=tile)
 
 
-@pytest.mark.parametrize(("tile", "dtype"), [(NARROW, torch.bfloat16), (WIDE, torch.bfloat16), (WIDE, torch.float16)])
+EVERY = [(NARROW, torch.bfloat16), (WIDE, torch.bfloat16), (WIDE, torch.float16)]
+if torch.cuda.is_available():
+    LARGE = [Tile("narrow", 32, 64, stages=3), Tile("wide", 64, 128, warps=8), Tile("wide", 128, 64, stages=2)]
+    EVERY = [(tile, dtype) for tile in (*TILES, *LARGE) for dtype in (torch.bfloat16, torch.float16)]
+
+
+@pytest.mark.parametrize(("tile", "dtype"), EVERY)
 def test_every_code_and_scale_in_the_fused_kernel_is_exact(device, dtype, tile) -> None:
     """One-hot rows of x read single weights out of the product, here every code under every e4m3 scale."""
     weight = Nvfp4.every_code_and_scale(device)

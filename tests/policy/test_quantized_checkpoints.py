@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from plain_settings import plain_config
 from qarl_formats.checkpoints import CompressedTensors, checkpoint_format
 from qarl_formats.checkpoints.mxfp4 import dequantize_mxfp4
 from qarl_formats.weight import LowBitWeight, groups_changed
@@ -13,7 +14,7 @@ from quantized_models import FORMATS, SAME, awq, compressed, gptq, save_format, 
 from safetensors.torch import load_file, save_file
 
 from qarl import quantize
-from qarl.config import Config, ModelConfig, QuantConfig
+from qarl.config import ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.quant import scheme_of
 from qarl.config.weight_files import check_weights
@@ -164,20 +165,8 @@ def test_activation_order_needs_a_scheme_to_open(saved):
 # --- the line at the start of a run ---
 
 
-def _run(directory: Path, **quant) -> Config:
-    return Config.model_validate(
-        {
-            "model": {"path": str(directory)},
-            "quant": quant,
-            "data": {"source": "task:arithmetic"},
-            "reward": {"functions": [{"name": "length", "options": {"target": 4}}]},
-            "train": {"steps": 1, "prompts_per_step": 1},
-        }
-    )
-
-
 def _line(directory: Path, **quant) -> str | None:
-    config = _run(directory, **quant)
+    config = plain_config(model={"path": str(directory)}, quant=quant)
     return compare_start(config, policy_of(directory, config.quant).current)
 
 
