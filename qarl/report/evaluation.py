@@ -12,7 +12,7 @@ def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
     """Build the section; empty without evaluations.
 
     Args:
-        evaluations: Records {"step", "tasks": [{"name", "avg", "pass"}], "overall": {"avg", "pass"}}.
+        evaluations: Valid records of evaluations.jsonl; see `qarl.storage.runs.Evaluation`.
     """
     if not evaluations:
         return Section("Evaluation", [])
@@ -35,7 +35,7 @@ def evaluation_section(evaluations: list[dict[str, Any]]) -> Section:
         for measure, tasks in scores.items()
     ]
     cells = {
-        (step, task, measure): interval(*(_float(value.get(key)) for key in ("mean", "low", "high")))
+        (step, task, measure): interval(*(value.get(key) for key in ("mean", "low", "high")))
         for measure, tasks in scores.items()
         for task, points in tasks.items()
         for step, value in points
@@ -54,10 +54,10 @@ HELD_OUT = {"loss": "nats per token", "divergence": "nats per token", "top1_agre
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[Block]:
     """A chart per measure of `evaluation.held_out`."""
-    rows = [(r["step"], r["held_out"]) for r in evaluations if isinstance(r.get("held_out"), dict) and r["held_out"]]
+    rows = [(record["step"], record.get("held_out", {})) for record in evaluations]
     blocks: list[Block] = []
     for name, unit in HELD_OUT.items():
-        points = [(step, _float(found.get(name))) for step, found in rows if name in found]
+        points = [(step, found[name]) for step, found in rows if name in found]
         if points:
             series = Series(name, [step for step, _ in points], [value for _, value in points])
             blocks.append(LineChart(f"Held-out examples, {name.replace('_', ' ')}", "step", unit, [series]))
@@ -65,24 +65,17 @@ def _held_out(evaluations: list[dict[str, Any]]) -> list[Block]:
 
 
 def _tasks(record: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    tasks = [task for task in record.get("tasks") or [] if isinstance(task, dict)]
-    named = [(str(task.get("name")), task) for task in tasks]
+    named = [(task["name"], task) for task in record.get("tasks", [])]
     overall = record.get("overall")
-    return [*named, ("overall", overall)] if isinstance(overall, dict) and len(named) != 1 else named
+    return [*named, ("overall", overall)] if overall and len(named) != 1 else named
 
 
 def _measures(results: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     """Return (`avg`, interval) and (`pass@k`, interval) for each k; pass@1 equals avg."""
-    passes = results.get("pass")
-    found = [("avg", results.get("avg"))]
-    found += [(f"pass@{k}", value) for k, value in passes.items() if k != "1"] if isinstance(passes, dict) else []
-    return [(measure, value) for measure, value in found if isinstance(value, dict)]
+    passes = [(f"pass@{k}", value) for k, value in results.get("pass", {}).items() if k != "1"]
+    return [("avg", results["avg"]), *passes] if results.get("avg") else passes
 
 
 def _series(task: str, points: list[tuple[int, dict[str, Any]]]) -> Series:
-    mean, low, high = ([_float(value.get(key)) for _, value in points] for key in ("mean", "low", "high"))
+    mean, low, high = ([value.get(key) for _, value in points] for key in ("mean", "low", "high"))
     return Series(task, [step for step, _ in points], mean, low, high)
-
-
-def _float(value: Any) -> float | None:
-    return float(value) if isinstance(value, (int, float)) else None
