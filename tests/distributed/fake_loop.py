@@ -109,4 +109,5 @@ if __name__ == "__main__":
         import forked_popen
 
         forked_popen.install(launch)
+        launch.STOP_S = 1.0
     main(sys.argv[1:])

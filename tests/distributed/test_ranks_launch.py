@@ -4,14 +4,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from forks import PATHS, Fork
+from forks import Fork
 from process_tree import runs
 
 CONFIG = """\
@@ -32,50 +30,43 @@ MODEL = {
     "vocab_size": 1000,
     "max_position_embeddings": 1024,
 }
-QARL = [sys.executable, str(Path(__file__).parent / "fake_loop.py")]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2"]
-TORCHRUN += ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1"]  # on a port that is free
+QARL = str(Path(__file__).parent / "fake_loop.py")
+TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
+TORCHRUN += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", QARL, "train"]  # on a port that is free
 LIMIT_S = 180
 HANGS = ("stop", "late", "hang")
 
 
 class Run:
-    """A start of fake_loop.py in a directory of its own.
+    """A start of fake_loop.py in a directory of its own, in a fork: `qarl train --nproc`.
 
-    command: What starts, as `Popen` takes it. Default: `qarl train --nproc` in a fork, whose ranks are forks of it, or
-    with `alone` `qarl train`.
+    forked: Its ranks are forks of it; otherwise they start as a user's do. command: Program and arguments of another
+    command. alone: `qarl train`.
     """
 
     def __init__(
-        self, folder: Path, fault: str, *command: str, device: str = "cpu", count: int = 3, alone: bool = False
+        self,
+        folder: Path,
+        fault: str,
+        *command: str,
+        device: str = "cpu",
+        count: int = 3,
+        alone: bool = False,
+        forked: bool = True,
     ) -> None:
         self.folder, self.out, self._pids = folder, folder / "run", []
         (folder / "model").mkdir()
         (folder / "model" / "config.json").write_text(json.dumps(MODEL))
         config = CONFIG.replace("MODEL", "model").replace("device: cpu", f"device: {device}")
-        if fault.startswith(HANGS):  # the others are not waited for
+        if fault.startswith((*HANGS, "unseen")):  # the others are not waited for
             config = config.replace("timeout_s: 60", "timeout_s: 4")
         (folder / "tiny.yaml").write_text(config)
         self._count = count
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "FAULT": fault}
-        self.process: subprocess.Popen[bytes] | Fork
-        arguments, out, self._err = ["tiny.yaml", "train.run_dir=run"], folder / "stdout", folder / "stderr"
-        if not command:
-            argv = ["train", *([] if alone else ["--nproc", str(count)]), *arguments]
-            order = {"program": QARL[1], "argv": argv, "cwd": str(folder)}
-            self.process = Fork("fork_server", out, self._err, {**environment, "FORKED": "1"}, **order)
-            return
-        paths = [*PATHS, *filter(None, [os.environ.get("PYTHONPATH")])]
-        with out.open("wb") as stdout, self._err.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [*command, *arguments],
-                cwd=folder,
-                env={**environment, "PYTHONPATH": os.pathsep.join(paths)},
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                start_new_session=True,
-            )
+        environment = {**os.environ, "FAULT": fault, "FORKED": "1" if forked else ""}
+        program, *argv = command or (QARL, "train", *([] if alone else ["--nproc", str(count)]))
+        order = {"program": program, "argv": [*argv, "tiny.yaml", "train.run_dir=run"], "cwd": str(folder)}
+        self._err = folder / "stderr"
+        self.process = Fork("fork_server", folder / "stdout", self._err, environment, **order)
 
     def begun(self) -> list[int]:
         """The ranks' pids, once all are there."""
@@ -176,8 +167,7 @@ def test_the_exit_of_a_rank_replaces_its_missed_heartbeat_as_the_cause(tmp_path:
 
 
 def test_ctrl_c_stops_all_ranks_at_a_safe_point(tmp_path: Path) -> None:
-    """The processes start as a user's do."""
-    run = Run(tmp_path, "", *QARL, "train", "--nproc", "2", count=2)
+    run = Run(tmp_path, "", count=2, forked=False)
     run.begun()
     run.process.send_signal(signal.SIGINT)
     code, said = run.end()
@@ -228,7 +218,7 @@ def test_ranks_stop_when_their_launcher_is_gone_and_the_next_one_removes_what_it
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
-    run = Run(tmp_path, "user 1", *TORCHRUN, QARL[1], "train", count=2)
+    run = Run(tmp_path, "user 1", "-m", *TORCHRUN, count=2)
     code, said = run.end()
     assert code == 1, said  # torchrun's own
     assert run.fault is not None and (run.fault["rank"], run.fault["code"]) == (1, 2), said

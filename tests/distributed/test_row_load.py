@@ -24,12 +24,15 @@ def plan_over(model: torch.nn.Module, count: int, unit: int) -> RowPlan:
     return RowPlan({name: p.shape for name, p in model.named_parameters()}, lambda name: unit, count)
 
 
-def reads(group, model: dict[str, Any], unit: int) -> list[dict[str, Any]]:
-    config = ModelConfig(**model)
-    plan = plan_over(load_model(config), group.count, unit)
-    rows = load_rows(config, plan, group)
-    assert all(own.dtype == torch.float32 for own in rows.values())
-    return [{name: [list(own.shape), sha(own)] for name, own in rows.items()}]
+def reads(group, models: dict[str, Any], unit: int) -> dict[str, dict[str, Any]]:
+    """The shape and digest of this rank's rows of each master of each model."""
+    found = {}
+    for label, model in models.items():
+        config = ModelConfig(**model)
+        rows = load_rows(config, plan_over(load_model(config), group.count, unit), group)
+        assert all(own.dtype == torch.float32 for own in rows.values())
+        found[label] = {name: [list(own.shape), sha(own)] for name, own in rows.items()}
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -45,21 +48,19 @@ def models(tiny_model, tmp_path_factory) -> dict[str, dict[str, Any]]:
     }
 
 
-@pytest.mark.parametrize("model", ["shards in bfloat16", "code of its own", "gguf"])
-def test_ranks_read_their_rows_of_the_whole_model(models, model) -> None:
-    whole = load_model(ModelConfig(**models[model]))
-    for count, unit in ((1, 1), (3, 64)):  # of 64 rows in blocks of 64 two ranks have none
-        arguments = {"model": models[model], "unit": unit}
-        found = (
-            [reads(SingleProcess(), **arguments)] if count == 1 else run_ranks(count, f"{__file__}:reads", arguments)
-        )
-        plan = plan_over(whole, count, unit)
-        for rank, (rows,) in enumerate(found):
-            assert list(rows) == list(plan.shapes)
-            for name, tensor in whole.named_parameters():
-                cut = plan.cut(name)[rank]
-                own = tensor.detach()[cut.start : cut.stop]
-                assert rows[name] == [list(own.shape), sha(own)], name
+def test_ranks_read_their_rows_of_the_whole_model(models) -> None:
+    one = [reads(SingleProcess(), models, 1)]
+    three = run_ranks(3, f"{__file__}:reads", {"models": models, "unit": 64})  # of a block of 64 rows two have none
+    for found, unit in ((one, 1), (three, 64)):
+        for label, model in models.items():
+            whole = load_model(ModelConfig(**model))
+            plan = plan_over(whole, len(found), unit)
+            for rank, rows in enumerate(of[label] for of in found):
+                assert list(rows) == list(plan.shapes)
+                for name, tensor in whole.named_parameters():
+                    cut = plan.cut(name)[rank]
+                    own = tensor.detach()[cut.start : cut.stop]
+                    assert rows[name] == [list(own.shape), sha(own)], (label, name)
 
 
 def test_a_fault_of_one_rank_in_its_turn_ends_the_others() -> None:

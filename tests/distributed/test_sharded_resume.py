@@ -166,7 +166,7 @@ def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, victim, at,
     codes = [1, 1]
     codes[victim] = -signal.SIGKILL
     with pytest.raises(AssertionError, match="exit codes") as caught:
-        run_ranks(2, f"{HERE}:saves", {"folder": str(folder), "victim": victim, "at": at}, timeout_s=10)
+        run_ranks(2, f"{HERE}:saves", {"folder": str(folder), "victim": victim, "at": at}, timeout_s=4)
     assert f"exit codes {codes}" in str(caught.value) and "OtherRankFailed: rank" in str(caught.value), caught.value
     store = CheckpointStore(folder, 1)
     found = store.latest_valid(pytest.fail)

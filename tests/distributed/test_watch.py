@@ -30,7 +30,7 @@ class Disk(DirectoryStore):
 def watched(tmp_path: Path) -> Iterator[tuple[Disk, Watch]]:
     store = Disk(tmp_path / "rendezvous")
     (tmp_path / "rendezvous").mkdir()
-    watch = Watch(store, 0, 2, 20, lambda fault: None)
+    watch = Watch(store, 0, 2, 4, lambda fault: None)
     watch.start()
     yield store, watch
     watch.stop()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_ranks_launch import QARL, Run, errors
+from test_ranks_launch import Run, errors
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; torch sees {GPUS}")
@@ -20,7 +20,7 @@ FAULTS = {  # exit code, rank, what is said of it
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_rank_ends_both_and_is_named(tmp_path: Path, fault: str) -> None:
-    run = Run(tmp_path, fault, *QARL, "train", "--nproc", "2", device="cuda", count=2)
+    run = Run(tmp_path, fault, device="cuda", count=2, forked=False)
     run.begun()
     began = time.monotonic()
     code, said = run.end()
@@ -31,6 +31,6 @@ def test_one_rank_ends_both_and_is_named(tmp_path: Path, fault: str) -> None:
 
 
 def test_ranks_on_gpus_end_well(tmp_path: Path) -> None:
-    run = Run(tmp_path, "end", *QARL, "train", "--nproc", "2", device="cuda", count=2)
+    run = Run(tmp_path, "end", device="cuda", count=2, forked=False)
     assert run.end()[0] == 0
     assert run.fault is None
