@@ -24,6 +24,7 @@ from qarl.distributed.ranks import OtherRankFailed, Ranks
 from qarl.errors import UserError
 from qarl.storage import checkpoint as module
 from qarl.storage import pieces as storage_pieces
+from qarl.storage import tensorfile
 from qarl.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
 from qarl.storage.manifest import encode
 from qarl.storage.pieces import Files, Piece
@@ -88,13 +89,20 @@ def test_one_rank_writes_whole_tensors_in_format_1(tmp_path):
     assert sorted(manifest["files"]) == ["masters.safetensors", "optimizer.safetensors", "state.json"]
 
 
-def test_files_are_named_by_rank_and_split_above_the_shard_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_pieces, "SHARD_BYTES", 200)
-    save(tmp_path, 2, 1)
+SPLIT = {  # by the number of ranks
+    1: ["masters-00001", "masters-00002"],
+    2: [f"masters-r000{rank}-of-0002{more}" for rank in (1, 2) for more in ("-00002", "")],
+}
+
+
+@pytest.mark.parametrize("count", SPLIT)
+def test_files_are_named_by_rank_and_split_above_the_shard_size(tmp_path, monkeypatch, count):
+    monkeypatch.setattr(storage_pieces, "SHARD_BYTES", 500 if count == 1 else 200)
+    monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 24)
+    save(tmp_path, count, 1)
     assert_is_step(CheckpointStore.load(tmp_path / "latest"), 1)
     names = [name for name in listing(tmp_path / "000001") if name.startswith("masters")]
-    stems = ("masters-r0001-of-0002", "masters-r0002-of-0002")
-    assert names == [f"{stem}{more}.safetensors" for stem in stems for more in ("-00002", "")]
+    assert names == [f"{name}.safetensors" for name in SPLIT[count]]
 
 
 def test_two_formats_live_beside_each_other_and_are_pruned(tmp_path):

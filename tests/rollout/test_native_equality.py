@@ -61,9 +61,7 @@ def _threads() -> Iterator[None]:
 
 
 # qwen2 has biases, qwen3 norms of q and k.
-CASES = [("qwen2", scheme, 1) for scheme in SCHEMES] + [
-    ("qwen3", scheme, 2) for scheme in ("w4a16", "w8a8", "fp8", "fp8_block", "nvfp4a16")
-]
+CASES = [*(("qwen2", scheme, 1) for scheme in SCHEMES), ("qwen3", "w4a16", 2), ("qwen3", "w8a8", 2)]
 
 
 @pytest.mark.parametrize(("family", "scheme", "threads"), CASES)
@@ -101,9 +99,8 @@ def test_logprobs_are_equal_under_truncation(make_policy, make_engine, prompts, 
     assert all(equal(policy, prompts, rollouts, truncation, chunk) for chunk in (3, 128))
 
 
-@pytest.mark.parametrize("n", [1, 5])
-@pytest.mark.parametrize("length", [1, 40, 64, 70, 128])
-def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, n: int, length: int):
+@pytest.mark.parametrize(("length", "n"), [(1, 5), (40, 1), (64, 5), (70, 5), (128, 1), (128, 5)])
+def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, length: int, n: int):
     prompt = [Prompt(0, [3 + i * 7 % 256 for i in range(length)], "", {})]
     rollouts = make_engine().generate(prompt, SamplingParams(n=n, seed=1, max_response_length=30), 0)
     assert len({tuple(r.token_ids) for r in rollouts}) == n
@@ -155,10 +152,7 @@ def test_what_a_page_held_before_does_not_matter(make_engine, prompts):
     assert engine.generate(prompts, SAMPLING, 0) == expected
 
 
-@pytest.mark.parametrize(
-    ("scheme", "learner"),
-    [("w8a8", "fake_quant"), ("fp8", "fake_quant"), ("w8a8", "full_precision"), ("w4a16", "full_precision")],
-)
+@pytest.mark.parametrize(("scheme", "learner"), [("w8a8", "fake_quant"), ("w4a16", "full_precision")])
 def test_a_learner_of_other_arithmetic_shows_its_mismatch(make_policy, make_engine, prompts, scheme: str, learner: str):
     policy = make_policy("llama", scheme, learner=learner)
     rollouts = make_engine(policy).generate(prompts, SAMPLING, 0)

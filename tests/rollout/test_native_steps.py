@@ -65,7 +65,7 @@ def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams)
         assert rollout.routing.tolist() == wanted
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_batches_sample_what_each_response_samples_alone(make, seed: int) -> None:
     rng = random.Random(seed)
     prompts = random_prompts(rng, rng.randint(1, 6), 150)
@@ -97,12 +97,12 @@ def test_every_truncation_draws_from_its_distribution(make, truncation: Truncati
 
 def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
     prompts = [Prompt(i, [(i + j) % VOCABULARY for j in range(50)], "", {}) for i in range(6)]
-    engine = make(kv_cache_tokens=320)
+    engine = make(kv_cache_tokens=192)
     for stops in (frozenset(), frozenset({9})):
-        check(engine, prompts, SamplingParams(2, 4, 100, Truncation(), (), stops))
+        check(engine, prompts, SamplingParams(2, 4, 40, Truncation(), (), stops))
         assert engine.preemptions > 0
     with_experts(engine, 8)
-    check(engine, prompts, SamplingParams(2, 4, 100, Truncation(), (), record_routing=True))
+    check(engine, prompts, SamplingParams(2, 4, 40, Truncation(), (), record_routing=True))
     assert engine.preemptions > 0
 
 

@@ -243,13 +243,11 @@ def test_runs_on_real_vllm_have_no_mismatch_and_staleness_0_gives_the_numbers_of
 def test_weights_that_change_in_flight_stay_exact_in_real_vllm(real):
     """A token with a wrong version, or keys of earlier weights, would show as a mismatch."""
     # Long responses, two at a time, so that weights arrive while some are in progress.
-    slow = "rollout.max_num_seqs=2"
+    slow = "rollout.max_num_seqs=2", "rollout.n=2", "rollout.max_response_length=96"
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
-    rows = real.train("flight", slow, "rollout.max_response_length=72", before=ASYNC_SCHEDULING, **ahead)
+    rows = real.train("flight", *slow, before=ASYNC_SCHEDULING, **ahead)
     assert max(row["async/cancelled_frac"] for row in rows) > 0, "no response was cancelled"
     assert all(row["mismatch/delta_abs_max"] == row["publish/canary_abs_max"] == 0.0 for row in rows)
     assert max(row["async/continued_frac"] for row in rows) > 0, "no response saw new weights"
-    kept = real.train(
-        "kept", slow, "train.steps=2", "rollout.max_response_length=120", max_staleness=2, in_flight="keep_kv"
-    )
+    kept = real.train("kept", *slow, "train.steps=2", max_staleness=2, in_flight="keep_kv")
     assert max(row["mismatch/delta_abs_max"] for row in kept) > 0

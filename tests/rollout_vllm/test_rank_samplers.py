@@ -133,12 +133,12 @@ def pids(done: Done, rank: int) -> list[int]:
 
 @pytest.mark.slow
 def test_one_sampler_per_rank_generates_the_same_as_one_for_all_and_is_restarted(fake, one) -> None:
-    done = fake(["generate none", "generate kill"], ["generate hang"], timeout_s=6, vllm={"timeout_s": 7})
+    done = fake(["generate none", "generate kill"], ["generate hang"], timeout_s=4, vllm={"timeout_s": 5})
     assert done.code == 0, done.err
     assert len(pids(done, 0)) == len(pids(done, 1)) == 2  # each was started twice
     assert not any(map(fake_sampler.alive, pids(done, 0) + pids(done, 1)))
     assert "restart 1 of 2" in done.out
-    assert "rank 1: vLLM failed: it gave no sign of life for 7 s" in (done.run / "rank-001.log").read_text()
+    assert "rank 1: vLLM failed: it gave no sign of life for 5 s" in (done.run / "rank-001.log").read_text()
     logs = [done.run / "sampler.log", done.run / "rank-001" / "sampler.log"]
     assert [line for log in logs for line in log.read_text().splitlines() if MARK in line] == [f"{MARK} []"] * 4
     assert one.code == 0, one.out

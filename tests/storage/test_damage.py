@@ -143,13 +143,13 @@ def test_a_damaged_file_is_omitted_or_refused_in_one_line(whole, file, tmp_path)
             except Exception as error:
                 raise AssertionError(f"{what}: {name}") from error
 
-    for number in range(8 if is_folder else 30):
+    for number in range(8 if is_folder else 16):
         with_draws("1", f"{file}-{number}", check)
 
 
 def test_one_damaged_run_is_one_line_beside_the_others(whole, tmp_path):
     shutil.copytree(whole, tmp_path / "good", symlinks=True)
-    for number in range(30):
+    for number in range(20):
         bad = tmp_path / f"bad-{number}"
 
         def spoil(draw: DrawFn, bad: Path = bad) -> None:
