@@ -27,7 +27,7 @@ from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import HEADER
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings
-from qarl.weight_sync.fingerprints import Fingerprint, PublishError, fingerprints, verify
+from qarl.weight_sync.fingerprints import Fingerprint, fingerprints, verify
 from qarl.weight_sync.update import PATCH, patched
 
 VOCABULARY = 259
@@ -194,8 +194,6 @@ class FakeHost:
                 raise RuntimeError("out of blocks\nand a second line")
             case "measure":
                 raise AssertionError("Error in memory profiling. Initial free memory 1.0 GiB, current 2.0 GiB.")
-            case "refuse":
-                raise PublishError("other bytes arrived")
             case "noise":
                 os.write(1, b"noise from a library\n")
                 os.write(2, b"and on the other stream\n")

@@ -203,10 +203,10 @@ def test_a_send_that_nobody_reads_times_out_and_ends_the_channel(raw) -> None:
 
 # --- a sampler that writes it
 
-CUT = ["frame/1/exit", "frame/17/exit", "frame/17", "frame/4"]  # in the middle of the header, or of a message
+CUT = ["frame/17/exit", "frame/4"]  # in the middle of a message, or of the header
 
 
-@pytest.mark.parametrize("name", [*fake_sampler.rubbish(), *CUT])
+@pytest.mark.parametrize("name", ["noise", "absurd-size", "cut-pickle", "code", "unknown", *CUT])
 def test_a_sampler_that_writes_invalid_bytes_is_ended_in_one_line(start, name) -> None:  # noqa: F811
     silent = "/" in name and not name.endswith("/exit")  # the others are ended for what they say, and at once
     sampler = start(f"generate rubbish {name}", timeout_s=1.0 if silent else 120.0)

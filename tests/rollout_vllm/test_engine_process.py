@@ -71,14 +71,6 @@ def test_a_crash_in_the_middle_of_an_operation_names_the_signal(start) -> None:
     assert str(fault.value) == "its process was ended by SIGSEGV"
 
 
-def test_a_death_between_two_operations_is_found_at_the_next(start) -> None:
-    sampler = start("sleep kill")
-    sampler.begin("sleep", 1)
-    assert fake_sampler.gone(sampler.pid)
-    with pytest.raises(SamplerFault, match="SIGKILL"):
-        sampler.call("generate", ORDER, ignore)
-
-
 def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, monkeypatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
     (tmp_path / "troubles").write_text("generate hang")
@@ -155,11 +147,6 @@ def test_an_error_that_another_replaced_is_not_its_cause() -> None:
     error = ValueError("no such dtype")
     error.__context__, error.__suppress_context__ = KeyError("float7"), True  # from None
     assert root_cause(error) == "ValueError: no such dtype"
-
-
-def test_a_rejected_publish_is_distinguished_from_a_fault(start) -> None:
-    with pytest.raises(PublishError, match="other bytes arrived"):
-        start("generate refuse").call("generate", ORDER, ignore)
 
 
 def test_the_last_message_of_a_process_that_ends_is_read(start, tmp_path, monkeypatch) -> None:

@@ -6,9 +6,8 @@
 import os
 import signal
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import fake_sampler
 import pytest
@@ -20,39 +19,19 @@ pytestmark = pytest.mark.slow
 INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import fake_sampler; fake_sampler.install()"
 
 
-@dataclass
-class Stage:
-    """A start of the command. files: in the run directory afterwards. saved: the last checkpoint, "" for none.
-
-    steps: the records of metrics. sampler: the pid of its sampler. outlived: whether that ran on afterwards.
-    """
-
-    code: int
-    out: str
-    err: str
-    files: set[str]
-    saved: str
-    steps: list[dict[str, Any]]
-    sampler: int
-    outlived: bool
-
-
 class Course:
     """Starts of one command, each with its troubles."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.run, self.troubles = qarl, folder / "run", folder / "troubles"
         vllm = {"args": {"troubles": str(self.troubles)}, "max_restarts": 0}
-        data = settings(
-            model,
-            rollout={"engine": "vllm", "numerics": "fast", "vllm": vllm},
-            train={"steps": 2},
-            checkpoint={"every": 100},
-        )
+        rollout = {"engine": "vllm", "numerics": "fast", "vllm": vllm}
+        data = settings(model, rollout=rollout, train={"steps": 2}, checkpoint={"every": 100})
         self.config = write_config(folder / "c.yaml", data)
 
-    def stage(self, *troubles: str, signum: int = 0) -> Stage:
-        """signum: sent to the learner when the last trouble has come."""
+    def stage(self, *troubles: str, signum: int = 0) -> SimpleNamespace:
+        """How the command ended, its directory's `files`, last checkpoint (`saved`) and `steps`, and whether its
+        sampler `outlived` it. signum: sent to the learner when the last trouble has come."""
         self.troubles.write_text("\n".join(troubles))
         started = self.qarl.start("train", self.config, f"train.run_dir={self.run}", before=INSTALL)
         if signum:
@@ -62,28 +41,23 @@ class Course:
                 time.sleep(0.005)
             os.kill(started.pid, signum)
         done = started.wait()
-        sampler = fake_sampler.pids(self.troubles)[-1]
-        latest = self.run / "checkpoints" / "latest"
-        return Stage(
-            done.code,
-            done.out,
-            done.err,
-            {path.name for path in self.run.iterdir()},
-            latest.resolve().name if latest.exists() else "",
-            repeatable(self.run),
-            sampler,
-            not fake_sampler.gone(sampler),
+        return SimpleNamespace(
+            **vars(done),
+            files={path.name for path in self.run.iterdir()},
+            saved=(self.run / "checkpoints" / "latest").resolve().name,
+            steps=repeatable(self.run),
+            outlived=not fake_sampler.gone(fake_sampler.pids(self.troubles)[-1]),
         )
 
 
 @pytest.fixture(scope="module")
-def undisturbed(qarl, even_model, tmp_path_factory) -> Stage:
+def undisturbed(qarl, even_model, tmp_path_factory) -> SimpleNamespace:
     """A run without troubles."""
     return Course(qarl, even_model, tmp_path_factory.mktemp("undisturbed")).stage()
 
 
 @pytest.fixture(scope="module")
-def course(qarl, even_model, tmp_path_factory) -> dict[str, Stage]:
+def course(qarl, even_model, tmp_path_factory) -> dict[str, SimpleNamespace]:
     course = Course(qarl, even_model, tmp_path_factory.mktemp("course"))
     return {
         "no start": course.stage("start fail"),

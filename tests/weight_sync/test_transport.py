@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -90,6 +91,10 @@ def test_writes_of_the_receiver_reach_nobody_else(transport, receiver) -> None:
     for _, tensor in receiver.take(payload):
         tensor.zero_()
     assert fingerprints(receiver.take(payload)) == fingerprints(ragged().items())
+
+
+def test_the_memory_file_has_no_name_that_another_user_could_open(transport) -> None:
+    assert os.fstat(transport.fd).st_nlink == 0
 
 
 def test_a_payload_is_small_whatever_the_tensors(transport) -> None:
