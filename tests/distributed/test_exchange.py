@@ -172,15 +172,15 @@ def bytes_on(count: int, kind: str) -> tuple[int, int]:
     return sent, received
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("count", [0, 3])
 def test_sums_are_in_rank_order_and_send_each_row_once(count: int) -> None:
     differing = sum(one["differing"] for one in found_on(count))
-    assert differing > 100 if count == 3 else differing == 0  # two numbers have one sum
+    assert differing > 100 if count else differing == 0
     whole = sum(4 * values_of(shape, 0, 0).numel() for shape in SHAPES) * max(count - 1, 0)
     assert all(bytes_on(count, f"sums of {kind}") == (whole, whole) for kind in CUTS)
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("count", [0, 3])
 def test_rows_are_gathered_from_all_ranks_and_of_many_tensors_in_one_message(count: int) -> None:
     whole = found_on(count)[0]["gathered"] * max(count - 1, 0)
     assert bytes_on(count, "codes") == (whole, whole)
@@ -194,7 +194,7 @@ def test_maxima_are_of_all_ranks() -> None:
     assert [one["maxima"] for one in found_on(3)] == [[1.0, 2.0, 0.5, float("inf")]] * 3
 
 
-@pytest.mark.parametrize("count", [0, 2, 3])
+@pytest.mark.parametrize("count", [0, 3])
 def test_tensors_move_from_any_rank_to_any(count: int) -> None:
     pairs = [(source, other) for source in range(count) for other in range(count) if source != other]
     size = sum(3 * (source + 1) * (other + 2) for source, other in pairs)

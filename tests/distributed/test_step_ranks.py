@@ -132,11 +132,9 @@ TWICE = {"train": {"epochs": 2}}
 # Ranks, tokens per micro-batch, further sections.
 CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "large micro-batches": (2, 4096, TWICE),
-    "small micro-batches": (3, 24, TWICE),
     "replayed sets": (3, 24, TWICE | {"rollout": {"top_p": 0.8}, "objective": {"truncation_set": "replay"}}),
     "constants": (2, 24, SHADOWED | {"objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow"}}),
     "reference": (2, 24, {"objective": {"kl_coef": 0.5}}),
-    "shadow": (2, 24, SHADOWED | {"objective": {"ratio": "shadow"}}),
     "retained": (2, 24, {"objective": {"dvp_rho": 0.3}}),
     "entropy": (2, 24, {"objective": {"entropy_coef": 0.1}}),
     "ranks without prompts and micro-batches": (3, 4096, {"rollout": {"n": 2}, "train": {"minibatch_size": 2}}),
@@ -204,7 +202,7 @@ def test_dynamic_sampling_runs_the_same_rounds_on_any_number_of_ranks(llama, mon
         assert_same_batch(watching.batch, alone.batch)
 
 
-@pytest.mark.parametrize("routing", ["own", "replay", "replay_learner"])
+@pytest.mark.parametrize("routing", ["own", "replay"])
 def test_the_load_balancing_loss_covers_the_minibatch_of_all_ranks(tiny_model, routing) -> None:
     sections = {
         "model": {"dtype": "float32", "routing": routing},

@@ -187,7 +187,7 @@ class FakeHost:
                 self._troubles.with_suffix(f".{os.getpid()}.hangs").touch()
                 time.sleep(600)
             case "slow":
-                self._pace = 0.1
+                self._pace = 0.05
             case "endless":  # it draws until it is interrupted
                 self._endless = True
             case "fail":
@@ -219,12 +219,9 @@ def rubbish() -> dict[str, bytes]:
     noise = random.Random(14).randbytes(4096)
     return {
         "noise": noise,
-        "text": b"Traceback (most recent call last):\n",
         "pickle": pickle.dumps(("done", [])),
         "absurd-size": HEADER.pack(2**64 - 1),
-        "no-pickle": HEADER.pack(len(noise)) + noise,
         "cut-pickle": HEADER.pack(10) + pickle.dumps(("done", [0.5] * 8))[:10],
-        "no-pair": frame({"done": 1}),
         "code": frame(("done", os.system)),
         "unknown": frame(("\x1b[31mevil", None)),
     }

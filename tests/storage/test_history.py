@@ -103,7 +103,7 @@ def test_a_damaged_history_is_one_line(tmp_path, text):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_a_repeated_line_is_refused_and_named_wherever_it_stands(tmp_path, seed):
     """Also after the checkpoint's line, where the repeated step would count twice in every mean and curve."""
     rng = random.Random(seed)
