@@ -22,12 +22,6 @@ def test_ranges_cover_the_rows_in_whole_units(rows: int, unit: int, count: int) 
     assert all(len(some) <= math.ceil(units / count) * unit for some in ranges)
 
 
-def test_a_plan_cuts_each_master_by_its_own_unit() -> None:
-    plan = RowPlan({"a": (24, 4), "b": (24,)}, lambda name: 8 if name == "a" else 1, 2)
-    assert plan.cut("a") == [range(0, 16), range(16, 24)] and plan.cut("b") == [range(0, 12), range(12, 24)]
-    assert plan.shapes == {"a": (24, 4), "b": (24,)} and plan.count == 2
-
-
 def expert_shapes(count: int, rows: int = 6) -> dict[str, tuple[int, int]]:
     """Of a layer with a router and of one without experts."""
     shapes = {"model.layers.0.mlp.gate.weight": (count, 4)}

@@ -57,6 +57,7 @@ def loss_of(policy: Policy) -> Tensor:
     ("family", "recompute", "fused"),
     [
         ("llama", "elementwise", False),
+        ("qwen3", "elementwise", False),
         ("qwen2", "layer", False),
         ("mixtral", "elementwise", False),
         pytest.param("qwen3", "elementwise", True, marks=needs_kernels),

@@ -293,10 +293,6 @@ def test_a_sampler_sees_only_its_gpus(visible, gpus, found) -> None:
     assert sampler_environment(environment, ReceiverPlan(gpus=gpus))["CUDA_VISIBLE_DEVICES"] == found
 
 
-def configuration(vllm: dict[str, Any]) -> Config:
-    return Config.model_validate(settings(Path("here"), rollout={"engine": "vllm", "vllm": vllm}))
-
-
 def test_a_rank_without_a_sampler_has_no_prompts_and_keeps_no_older_version(tiny_model) -> None:
     policy, sampling = make_policy(tiny_model("qwen2"), "w8a8", torch.float32), SamplingParams(1, 0, 4)
     engine = NoSampler(policy.sampler)
@@ -342,7 +338,8 @@ def test_items_are_shared_among_the_chosen_ranks() -> None:
     ],
 )
 def test_which_ranks_have_a_vllm(vllm, count, drawing) -> None:
-    assert list(configuration(vllm).rollout.samplers(count)) == drawing
+    config = Config.model_validate(settings(Path("here"), rollout={"engine": "vllm", "vllm": vllm}))
+    assert list(config.rollout.samplers(count)) == drawing
 
 
 # The first rank's vLLM starts as a user's does, the other's is a fork.
