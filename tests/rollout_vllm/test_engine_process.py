@@ -71,6 +71,14 @@ def test_a_crash_in_the_middle_of_an_operation_names_the_signal(start) -> None:
     assert str(fault.value) == "its process was ended by SIGSEGV"
 
 
+def test_a_death_between_two_operations_is_found_at_the_next(start) -> None:
+    sampler = start("sleep kill")
+    sampler.begin("sleep", 1)
+    assert fake_sampler.gone(sampler.pid)
+    with pytest.raises(SamplerFault, match="SIGKILL"):
+        sampler.call("generate", ORDER, ignore)
+
+
 def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, monkeypatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
     (tmp_path / "troubles").write_text("generate hang")
