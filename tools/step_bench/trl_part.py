@@ -22,37 +22,66 @@ from step_bench.step_part import LR, stop_tokens
 from qarl.training.metrics import peak_memory_gib
 
 
-def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
-    """Arguments of `trl.GRPOConfig`: float32 masters, bf16 products on a GPU, AdamW.
+def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
+    """Arguments of `trl.GRPOConfig` for every run: float32 masters, bf16 products on a GPU, AdamW, no KL term.
 
-    A training step generates once, for all prompts, and steps the optimizer once.
+    Args:
+        place: The trainer's directory.
+        steps: Number of optimizer steps.
+        rows: Responses per optimizer step.
+        batch: Responses that run together; divides `rows`.
+        device: "cuda" or "cpu".
+        checkpointing: Whether the backward recomputes activations.
     """
-    rows, batch = options.prompts * options.responses, options.device_batch
-    assert rows % batch == 0, "bench_step.parse refuses it"
-    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
-    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
-    arguments = {
+    return {
         "output_dir": str(place),
-        "max_steps": options.steps,
+        "max_steps": steps,
         "per_device_train_batch_size": batch,
         "gradient_accumulation_steps": rows // batch,
         "learning_rate": LR,
         "lr_scheduler_type": "constant",
         "optim": "adamw_torch_fused",
-        "bf16": options.device == "cuda",
-        "use_cpu": options.device == "cpu",
-        "gradient_checkpointing": options.recompute != "elementwise",
+        "bf16": device == "cuda",
+        "use_cpu": device == "cpu",
+        "gradient_checkpointing": checkpointing,
         "model_init_kwargs": {"attn_implementation": "sdpa", "dtype": "float32"},
         "save_strategy": "no",
         "report_to": "none",
+        "temperature": 1.0,
+        "beta": 0.0,
+        "logging_steps": 1,
+    }
+
+
+def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any:
+    """Return a TrainerCallback that calls `done` with the seconds of each training step."""
+    from transformers import TrainerCallback
+
+    class Clock(TrainerCallback):
+        """The first micro-batch of a step generates for all of them, so a step begins before it."""
+
+        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
+            self._begin = now()
+
+        def on_step_end(self, *arguments: Any, **named: Any) -> None:
+            done(now() - self._begin)
+
+    return Clock()
+
+
+def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
+    """Arguments of `trl.GRPOConfig`. A training step generates once, for all prompts, and steps the optimizer once."""
+    rows, batch = options.prompts * options.responses, options.device_batch
+    assert rows % batch == 0, "bench_step.parse refuses it"
+    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
+    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
+    checkpointing = options.recompute != "elementwise"
+    arguments = trainer_arguments(place, options.steps, rows, batch, options.device, checkpointing) | {
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
         # each response has exactly as many tokens
         "generation_kwargs": ending if engine == "vllm" else {"min_new_tokens": options.new_tokens},
-        "temperature": 1.0,
-        "beta": 0.0,
         "shuffle_dataset": False,
-        "logging_steps": 1,
         "seed": 0,
     }
     if engine == "vllm" and options.server_gpu is not None:
@@ -154,7 +183,7 @@ def train(task: Record, device: torch.device) -> Record:
     `new_tokens` that each response must have, unless `tail` is true.
     """
     from datasets import Dataset
-    from transformers import AutoTokenizer, TrainerCallback
+    from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     spent, lengths = Spent(device), []
@@ -166,14 +195,8 @@ def train(task: Record, device: torch.device) -> Record:
         lengths.extend(map(len, completion_ids))
         return reward["spread"](completions, **columns)
 
-    class Clock(TrainerCallback):
-        """The first micro-batch of a step generates for all of them, so a step begins before it."""
-
-        def on_step_begin(self, *arguments: Any, **named: Any) -> None:
-            self._begin = spent.now()
-
-        def on_step_end(self, *arguments: Any, **named: Any) -> None:
-            steps.append({"step_s": spent.now() - self._begin} | spent.read())
+    def done(seconds: float) -> None:
+        steps.append({"step_s": seconds} | spent.read())
 
     begin = time.perf_counter()
     arguments = GRPOConfig(**task["grpo"])
@@ -183,7 +206,7 @@ def train(task: Record, device: torch.device) -> Record:
         args=arguments,
         train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], 0)}),
         processing_class=AutoTokenizer.from_pretrained(task["model"], padding_side="left"),
-        callbacks=[Clock()],
+        callbacks=[step_clock(spent.now, done)],
     )
     spent.within(trainer, "_generate_and_score_completions", "rollout_s")  # with the log-probs at the snapshot
     if arguments.use_vllm:
