@@ -84,6 +84,7 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
         "mixture": 27,
         "staleness": 60,
         "evidence": 4,
+        "evidence-trl": 2,
     }
 
 
