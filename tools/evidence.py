@@ -353,11 +353,11 @@ def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
         bars.append(Bar(arm, *(100 * value for value in found[-1])))
     kept = f"Mean of {TRAILING} steps"
     return {
+        "reward": LineChart("Training reward", "step", kept.lower(), reward),
+        "errors": LineChart("Error tokens", "step", f"fraction, {kept.lower()}", errors),
         "accuracy": LineChart("Test tasks answered", "step", "%, 95 % intervals", served),
         "final": BarChart("After the last step", "test tasks answered, %, 95 % intervals", bars),
-        "reward": LineChart("Training reward", "step", kept.lower(), reward),
         "mismatch": LineChart("Mismatch of sampler and learner", "step", "mean |delta|, nats", mismatch, log_y=True),
-        "errors": LineChart("Error tokens", "step", f"fraction, {kept.lower()}", errors),
     }
 
 

@@ -98,7 +98,7 @@ def meets(group, sleeps_s, longer_s):
 
 
 def test_ranks_wait_longer_for_work_that_may_take_longer() -> None:
-    assert min(run_ranks(2, f"{HERE}:meets", {"sleeps_s": 2.5, "longer_s": 60}, timeout_s=2)) >= 2.5
+    assert min(run_ranks(2, f"{HERE}:meets", {"sleeps_s": 3.5, "longer_s": 60}, timeout_s=3)) >= 3.5
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:
@@ -117,6 +117,6 @@ def test_a_rank_that_dies_before_all_have_left_is_recorded_in_the_run_directory(
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     (folder := tmp_path / "ranks").mkdir()
-    codes = wait_ranks(start_ranks(2, f"{HERE}:is_left", {"run_dir": str(tmp_path / "run")}, folder, timeout_s=4))
+    codes = wait_ranks(start_ranks(2, f"{HERE}:is_left", {"run_dir": str(tmp_path / "run")}, folder, timeout_s=8))
     assert codes == [1, -signal.SIGKILL] and "OtherRankFailed: rank 1 on" in output(folder, 0)
     assert json.loads((tmp_path / "run" / "fault.json").read_text())["rank"] == 1
