@@ -81,7 +81,7 @@ class Case:
         return (1 if self.reads_only else 2) * GIB
 
     def remove(self) -> None:
-        """Remove the directory, also folders that nobody may read."""
+        """Remove the directory, including folders without read permission."""
         for folder in self.directory.rglob("noaccess"):
             folder.chmod(0o700)
         with suppress(FileNotFoundError):
