@@ -81,6 +81,22 @@ def receive(self, *arguments):
         Server._generate = generate
 real, Server._receive = Server._receive, receive
 """
+# Once the first step has its 4 groups, the sampler generates nothing until new weights arrive.
+HOLD_FOR_WEIGHTS = """
+import time
+from collections import Counter
+from qarl.rollout.asynchronous.host import Server
+generate, send, ended = Server._generate, Server._send_finished, Counter()
+def held(self):
+    if self._host.generation.version == 0 and sum(count == 4 for count in ended.values()) >= 4:
+        time.sleep(0.001)
+    else:
+        generate(self)
+def noted(self, finished):
+    ended.update(group for group, *_ in finished)
+    send(self, finished)
+Server._generate, Server._send_finished = held, noted
+"""
 # Long responses, two at a time, so that weights arrive while some are in progress.
 SLOW_SAMPLER = "rollout.max_response_length=60", "rollout.max_num_seqs=2"
 RARE_REWARD = """
@@ -277,7 +293,7 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs):
     """Responses of very different lengths: a step takes complete groups, and the bound on staleness holds."""
     ahead = {"max_staleness": 3, "in_flight": "recompute_kv", "order": "finished"}
     more = *UNEVEN, "train.steps=6"
-    runs.train("partial", *more, before=kill_run(3), code=-9, **ahead)
+    runs.train("partial", *more, before=HOLD_FOR_WEIGHTS + kill_run(3), code=-9, **ahead)
     rows = runs.train("partial", *more, **ahead)
     learned, stream = runs.prompts("partial"), runs.stream(24)
     assert exact(rows) and sorted(learned) == sorted(stream)
