@@ -47,7 +47,7 @@ def test_a_fitting_model_gives_its_architecture_and_a_group_size_that_does_not_d
     inspect("quant.group_size=128", "quant.ignore=[lm_head, 're:model.layers']")  # ignored layers may have any shape
 
 
-@pytest.mark.parametrize("size", [2, 20, 100, 264])
+@pytest.mark.parametrize("size", [20, 264])
 def test_head_sizes_that_no_gpu_kernel_supports_are_refused(inspect, model, size):
     write_model(model, **LLAMA, head_dim=size)
     overrides = ["quant.scheme=bf16", "quant.group_size=null"]
@@ -66,14 +66,8 @@ SLIDING = {"sliding_window": 9}
     ("changes", "mixed"),
     [
         ({**SLIDING, "max_window_layers": 1}, True),
-        ({"max_window_layers": 1}, True),
-        ({**SLIDING, "layer_types": ["full_attention", "sliding_attention"]}, True),
-        ({**SLIDING, "max_window_layers": 0}, False),
         ({**SLIDING, "max_window_layers": 2}, False),
-        (SLIDING, False),
-        ({"sliding_window": None, "max_window_layers": 1}, False),
         ({**SLIDING, "max_window_layers": 1, "use_sliding_window": False}, False),
-        ({**SLIDING, "max_window_layers": 1, "model_type": "mistral"}, False),
     ],
 )
 def test_sliding_windows_of_some_layers_are_refused_for_vllm_alone(inspect, model, changes, mixed):
@@ -108,8 +102,7 @@ def test_existing_files_and_possible_directories_are_accepted(inspect, tmp_path)
     (tmp_path / "sets" / "train").mkdir(parents=True)
     (tmp_path / "rows.jsonl").rename(tmp_path / "sets" / "train" / "rows.JSONL")
     inspect(f"data.source={tmp_path}/sets")
-    for path in (tmp_path, tmp_path / "new" / "er"):
-        inspect(f"train.run_dir={path}")
+    inspect(f"train.run_dir={tmp_path}/new/er")
 
 
 def test_files_of_another_type_are_refused(inspect, model, tmp_path):
@@ -129,15 +122,6 @@ def test_files_of_another_type_are_refused(inspect, model, tmp_path):
     assert "holds no config.json" in refused(inspect)
     (model / "adapter_config.json").write_text("{}")
     assert "is a LoRA adapter; merge it" in refused(inspect)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [("{", "config.json is not JSON"), ("[]", "is not a JSON object"), ('{"model_type": "llama"}', "is missing")],
-)
-def test_a_damaged_config_json_is_refused(inspect, model, content, message):
-    (model / "config.json").write_text(content)
-    assert message in refused(inspect)
 
 
 def test_an_unknown_family_or_an_uncached_hub_model_is_noted_and_not_refused(inspect, model, tmp_path, monkeypatch):
@@ -205,11 +189,8 @@ OF_MIXTURES["diagnostics.routing_every"] = 1
         (["data.task={size: 7}"], "train.prompts_per_step = 8: is more than the 7 rows of task:arithmetic"),
         (["data.max_rows=3"], "train.prompts_per_step = 8: is more than the 3 rows"),
         (["data.task={sizes: 7}"], "data.task.sizes = 7: unknown option"),
-        (["data.task={digits: 0}"], "data.task.digits = 0: must be an integer of at least 1"),
-        (["data.task={min: 5, max: 2}"], "data.task.max = 2: must be an integer of at least min"),
         (["data.columns={answer: solution}"], 'data.columns.answer = "solution": task:arithmetic has no such column'),
         (["data.prompt_template='{question} ='"], "task:arithmetic has no column question; there are prompt, answer"),
-        (["data.prompt_template='{prompt:d}'"], "{prompt:d}: Unknown format code"),
         (
             [EVALUATION + "data: {source: 'task:arithmetic', task: {terms: 1}}}]"],
             "evaluation.tasks.0.data.task.terms = 1: must be an integer of at least 2",
@@ -220,7 +201,6 @@ OF_MIXTURES["diagnostics.routing_every"] = 1
             "whole pages of 64 tokens must hold one full",
         ),
         (["rollout.engine=vllm", "rollout.kv_cache_tokens=800"], "vLLM requires space for the whole context"),
-        (["data.source=an/odd/name.txt"], "no such file or directory"),
         (["data.source='not a name'"], "neither an existing path nor the name of a hub dataset"),
         # lengths beyond the model's context of 1024 tokens
         (["rollout.max_response_length=600"], "rollout.max_response_length = 600 ... must be 512 or less"),

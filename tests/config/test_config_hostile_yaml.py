@@ -41,46 +41,27 @@ def bomb(levels: int, width: int, merge: bool) -> str:
 HOSTILE = {
     "alias bomb": bomb(30, 9, merge=False),
     "merge bomb": bomb(60, 2, merge=True),
-    "wide merge bomb": bomb(6, 200, merge=True),
     "text bomb": f"a: &a {'x' * 100_000}\nb: [{', '.join(['*a'] * 1000)}]",
-    "deep by aliases": "\n".join(["a0: &a0 [1]", *(f"a{i}: &a{i} [[[[*a{i - 1}]]]]" for i in range(1, 40))]),
     "contains itself": "a: &x [1, *x]",
-    "merges itself": "a: &x {b: 1, <<: *x}",
-    "contains itself as a key": "a: &x {*x : 1}",
     "unknown alias": "a: *x",
-    "brackets": "a: " + "[" * 20_000,
-    "dashes": "- " * 20_000,
+    "brackets": "a: " + "[" * 5_000,
     "many values": "a: [" + "1, " * NODES + "1]",
     "long": "a: " + "x" * YAML_BYTES,
     "tag int": "a: !!int x",
-    "tag null": "a: !!null x",
     "tag binary": "a: !!binary aGk=",
-    "tag set": "a: !!set {b}",
-    "tag omap": "a: !!omap [b: 1]",
-    "tag of another kind": "a: !!seq x",
     "list tagged map": "a: !!map [1]",
     "python": "a: !!python/name:os.system",
-    "integer of 20 digits": "a: 18446744073709551616",
     "integer of 5000 digits": "a: " + "9" * 5000,
-    "below 64 bits": "a: -9223372036854775809",
     "float overflow": "a: 1e400",
-    "float of many digits": "a: 1." + "9" * 5000,
     "surrogate": r'a: "\ud800"',
-    "surrogate in a key": r'"\udfff": 1',
-    "pair of surrogates": r'a: "\ud83d\ude00"',
-    "beyond unicode": r'a: "\U00110000"',
     "far beyond unicode": r'a: "\UFFFFFFFF"',
     "control character": "a: \x07",
     "nul": "a: \0",
-    "undecodable argument": "a: \udc80",
     "two documents": "a: 1\n---\nb: 2",
     "version of many digits": "%YAML 1." + "9" * 5000 + "\n---\na: 1",
-    "unknown version": "%YAML 7.7\n---\na: 1",
     "tab": "a:\n\t- b",
     "merge of text": "a: {<<: b}",
-    "merge of a list of texts": "a: {<<: [b]}",
     "key that is a list": "a: {[1]: 2}",
-    "key that is a date": "a: {1.5: 2}",
 }
 
 
@@ -117,7 +98,7 @@ SCALARS = TEXTS | st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) |
 VALUES = st.deferred(lambda: SCALARS | st.lists(VALUES, max_size=3) | st.dictionaries(TEXTS, VALUES, max_size=3))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(TEXTS, VALUES, max_size=3))
 def test_what_is_written_is_read_back_as_it_was(data):
     text = dump_yaml(data)
@@ -134,11 +115,7 @@ SECTIONS = st.fixed_dictionaries(
         "data.task": st.dictionaries(TEXTS, VALUES, max_size=1),
         "reward.functions.0.options": st.dictionaries(TEXTS, VALUES, max_size=1),
         "rollout.stop": st.lists(TEXTS.filter(bool), max_size=2),
-        "rollout.temperature": st.floats(1e-4, 1e4),
         "optim.lr": st.floats(1e-300, 1e3),
-        "optim.loss_scale": st.floats(1e-30, 1e30),
-        "reward.functions.0.weight": st.floats(-1e9, 1e9),
-        "logging.wandb.project": TEXTS.map(lambda text: text[:200] or "p"),
         "train.run_dir": TEXTS.map(lambda text: "./" + text.replace("\0", "")[:50]),
     }
 )
@@ -184,7 +161,6 @@ def test_a_configuration_too_large_for_its_own_yaml_is_refused(minimal):
         (b"a: \xff", "not UTF-8 text .line 1, byte 0xff at 3"),
         (b"a: b\n" * 10**6, "holds more than 262,144 bytes"),
         (b"", "the file is empty"),
-        (b"# nothing\n", "the file is empty"),
         (b"\xef\xbb\xbf- a", "holds a list"),
         (b"\0", "line 1, column 1: not valid YAML: the character U.0000"),
     ],

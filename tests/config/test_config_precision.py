@@ -17,25 +17,10 @@ def test_a_learner_of_another_dtype_scales_its_loss_or_is_refused_with_the_fix(l
 
 
 @pytest.mark.parametrize(
-    ("overrides", "dtype"),
-    [
-        ([], "bfloat16"),
-        (["model.learner_dtype=bfloat16"], "bfloat16"),
-        (["model.dtype=float16", "quant.scale_dtype=float16"], "float16"),
-        (["model.learner_dtype=float32", "quant.learner=full_precision"], "float32"),
-        (["model.learner_dtype=float16", "quant.learner=fake_quant"], "float16"),
-    ],
-)
-def test_the_learner_computes_in_its_own_dtype_or_the_samplers(load, overrides, dtype):
-    assert load(*overrides).learner_dtype == dtype
-
-
-@pytest.mark.parametrize(
     ("override", "why"),
     [
         ("quant.kernels=reference", "quant.kernels: reference"),
         ("model.device=cpu", "model.device: cpu"),
-        ("model.dtype=float32", "model.dtype: float32"),
         ("model.learner_dtype=float32", "model.learner_dtype: float32"),
     ],
 )

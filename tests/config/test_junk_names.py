@@ -24,13 +24,10 @@ from qarl.storage.config_difference import config_difference
 
 EXACT = [{"name": "exact"}]
 JUNK = [
-    *["/", "//", "///", "/.", "/..", ".", "..", "../", "./x", "a//b", "-x", "--", "a/b/c/d", "~", "~/", "~nobody-here"],
-    *["\0", "a\0b", "x" * 300, "x" * 5000, "a/" + "x" * 300, " ", "with space", "\t", "\n", "a\nb", "trailing/"],
-    *["https://huggingface.co/a/b", "s3://b/k", "hf://datasets/a/b", "file:///tmp", "a..b", "a--b", "a/-b", ".a/b"],
-    *["a/.b", "a.git", "ünï/cödé", "\u202e", "a:b", "a/b@main", "*", "[a]", "%2f", "C:\\x", "null", "\ud800"],
-    *["a/b/", "x.gguf", "a.json"],
-    *["package:", "package:x", "package:/", "task:", "task:x", "task:arithmetic", "reasoning-gym:", "reasoning-gym:/"],
-    *["/dev/null", "/dev/zero", "/proc/self/mem", "/etc/passwd", "/none/x", "x.py:", "x.py:f", "a.jsonl/", "/.json"],
+    *["/", "/..", ".", "../", "a//b", "--", "a/b/c/d", "~", "~nobody-here", "a\0b", "x" * 300, "a/" + "x" * 300, " "],
+    *["with space", "a\nb", "https://huggingface.co/a/b", "a..b", "a--b", ".a/b", "ünï/cödé", "\u202e", "a/b@main"],
+    *["*", "\ud800", "x.gguf", "package:", "package:/", "task:x", "reasoning-gym:", "/dev/zero", "/etc/passwd"],
+    *["x.py:", "x.py:f", "a.jsonl/"],
 ]
 UNUSABLE = [  # as a path of any kind
     *["~nosuchuser/x.jsonl", "./loop.jsonl", "./dangling.jsonl", "./file.jsonl/x.jsonl", "./pipe.jsonl", "/dev/null"],
@@ -48,17 +45,14 @@ KEYS: dict[str, Callable[[str], dict[str, Any]]] = {
     "model.path": lambda v: {"model": {"path": v}},
     "model.revision": lambda v: {"model": {"path": "org/name", "revision": v}},
     "model.gguf_file": lambda v: {"model": {"path": "org/name", "gguf_file": v}},
-    "model.gguf_file of a directory": lambda v: {"model": {"path": ".", "gguf_file": v}},
     "data.source": lambda v: {"data": {"source": v}},
     "data.subset": lambda v: {"data": {"source": "org/name", "subset": v}},
-    "data.split": lambda v: {"data": {"source": "org/name", "split": v}},
     "reward.functions.0.name": lambda v: {"reward": {"functions": [{"name": v}]}},
     "objective.path": lambda v: {"objective": {"name": "custom", "path": v}},
     "checkpoint.resume": lambda v: {"checkpoint": {"resume": v}},
     "train.run_dir": lambda v: {"train": {"steps": 1, "run_dir": v}},
     "distributed.config": lambda v: {"distributed": {"engine": "deepspeed", "config": v}},
     "evaluation.tasks.0.path": lambda v: task(preset="gsm8k", path=v),
-    "evaluation.tasks.0.data.source": lambda v: task(name="t", data={"source": v}, reward=EXACT),
     "evaluation.tasks.0.reward.0.name": lambda v: task(
         name="t", data={"source": "task:arithmetic"}, reward=[{"name": v}]
     ),
@@ -100,7 +94,7 @@ def refused_if_wrong(job: str, value: str) -> bool:
     except UserError as error:
         for line in str(error).split("\n"):  # one for each fault
             assert line and not any(unicodedata.category(character) == "Cc" for character in line), (job, value, line)
-            keys = (f"configuration: {job.partition(' ')[0]} = ", "configuration: model.path = ")
+            keys = (f"configuration: {job} = ", "configuration: model.path = ")
             assert job not in KEYS or line.startswith(keys), line
         return True
     return False
@@ -119,7 +113,7 @@ def test_junk_is_used_or_refused_in_one_line(job, tmp_path, monkeypatch):
     for path in UNUSABLE if job in PATHS else ():
         assert refused_if_wrong(job, path.replace(".jsonl", ".py:f") if "reward" in job else path), path
 
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=5, deadline=None, derandomize=True)
     @given(TEXT)
     def any_text(value: str) -> None:
         refused_if_wrong(job, value)
@@ -162,7 +156,7 @@ def test_columns_do_not_shadow_options_of_a_users_reward():
     read_source({**minimal(columns={"column": "answer"}), "reward": {"functions": [built_in]}}, ()).config()
 
 
-@pytest.mark.parametrize("name", [*RESERVED_TEMPLATE_ARGUMENTS, "", "a b", "a-b", "é", "if", "__class__", "1"])
+@pytest.mark.parametrize("name", [*RESERVED_TEMPLATE_ARGUMENTS, "a-b", "if", "__class__"])
 def test_arguments_of_the_template_do_not_shadow_its_own(name):
     for sections in (
         minimal(chat_template_kwargs={name: 1}),
@@ -171,12 +165,6 @@ def test_arguments_of_the_template_do_not_shadow_its_own(name):
         refused(sections, f".chat_template_kwargs.{name} = 1: is ")
     with pytest.raises(UserError, match=r"^--chat-template-kwargs: "):
         template_arguments({name: 1}, "--chat-template-kwargs")
-
-
-@pytest.mark.parametrize("value", [object(), {1: 2}, b"x", {"a": {1, 2}}, float("nan"), "\ud800"])
-def test_arguments_of_the_template_are_json(value):
-    with pytest.raises(UserError, match="chat_template_kwargs"):
-        read_source(minimal(chat_template_kwargs={"a": value}), ()).config()
 
 
 def test_arguments_need_the_template_and_belong_to_the_run():

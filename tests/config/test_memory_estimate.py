@@ -7,7 +7,6 @@ from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
 from qarl.memory import estimate as memory
-from qarl.memory.activations import plain_activation_bytes
 from qarl.training.muon import BATCH_BYTES
 from qarl.utils.machine import machine_bytes
 
@@ -68,21 +67,6 @@ def test_muon_orthogonalizes_batches_of_limited_size_on_a_gpu(monkeypatch):
     assert memory.MUON_BYTES == BATCH_BYTES
 
 
-@pytest.mark.parametrize(("offload", "rows"), [("moments", 1), ("all", 2)])
-def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch, offload, rows):
-    muon = config(optim={"name": "muon", "offload": offload})
-    whole = memory.optimizer_bytes("muon", MATRICES, PARAMETERS - MATRICES)
-    found = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
-    name = "optimizer state (muon) in transfer, the rest on the host"
-    assert found[name] == (rows * whole, "optimizer")  # a model this small fits whole
-    monkeypatch.setattr(memory, "MUON_BYTES", 6000)
-    monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
-    found = {item.name: item.bytes for item in memory.estimate(muon, TINY, "cuda")}
-    assert found[name] == rows * 2 * 4 * 1000
-    masters = 4 * PARAMETERS if offload == "all" else 0
-    assert memory.certain_bytes(muon, TINY, "cuda") == max(4 * PARAMETERS, whole + masters)
-
-
 def test_offloaded_masters_are_copied_to_the_gpu_one_at_a_time(monkeypatch):
     offloaded = config(optim={"offload": "all"})
     items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "master" in item.name}
@@ -93,14 +77,6 @@ def test_offloaded_masters_are_copied_to_the_gpu_one_at_a_time(monkeypatch):
     said = memory.too_large(offloaded, TINY, "cuda")
     assert "the masters and moments that optim.offload keeps in host memory" in said
     assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
-
-
-def test_activations_are_of_at_least_one_sequence_and_checkpointing_keeps_layer_inputs():
-    shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
-    one_layer = plain_activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
-    assert plain_activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
-    assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
-    assert sizes()["activations"] < sizes(train={"micro_batch_tokens": 33})["activations"]
 
 
 def test_masters_gradients_and_operands_without_kernels():
@@ -166,17 +142,6 @@ def test_vllm_frees_the_learners_gpu_during_an_update_unless_it_never_sleeps():
     assert "KV cache" not in own and not any("vLLM" in name for name in own)
 
 
-def test_vllm_takes_its_share_of_a_gpu_of_known_size_or_its_given_cache():
-    def held(known: int | None, tokens: int | None = None) -> int:
-        rollout = vllm(sleep_level=0, memory_frac=0.3) | {"max_response_length": 400, "kv_cache_tokens": tokens}
-        items = memory.estimate(config(rollout=rollout), TINY, "cuda", memory=known)
-        (found,) = [item.bytes for item in items if item.name.startswith("vLLM weights and KV cache")]
-        return found
-
-    assert held(10**5) == 30_000 < held(None) < held(10**12) == 3 * 10**11
-    assert held(10**5, 4096) == held(10**12, 4096) == held(None, 4096) > held(10**5)
-
-
 def test_an_asynchronous_vllm_fills_its_own_gpu_and_takes_none_of_the_learners():
     def held(known: int | None, **settings) -> dict[str, int]:
         own = config(rollout=vllm(**settings) | {"async": {"max_staleness": 1}})
@@ -189,29 +154,6 @@ def test_an_asynchronous_vllm_fills_its_own_gpu_and_takes_none_of_the_learners()
         cache = found[f"sampler's KV cache (what the weights leave of {frac:.0%} of the GPU)"]
         assert cache + found["sampler's weights"] == int(frac * 10**12)
     assert sum(held(None).values()) < 10**10
-
-
-@pytest.mark.parametrize("offload", [None, "moments"])
-def test_an_update_takes_the_next_version_and_transfers_through_the_gpu(offload):
-    own = config(rollout=vllm(), optim={"offload": offload} if offload else {})
-    items = {item.name: item.bytes for item in memory.estimate(own, TINY, "cuda")}
-    expected = items["next version, in addition to the current one"]
-    if offload:
-        expected += items["optimizer state (adamw) in transfer, the rest on the host"]
-    assert memory.update_bytes(own, TINY, "cuda") == expected > 0
-    of_two = memory.estimate(own, TINY, "cuda", ranks=2)
-    messages = next(item.bytes for item in of_two if item.name.startswith("code messages"))
-    following = items["next version, in addition to the current one"]
-    assert memory.update_bytes(own, TINY, "cuda", ranks=2) > messages + following
-
-
-def test_a_vllm_over_the_gpus_of_two_ranks_has_half_of_its_model_and_cache_on_each():
-    def held(**settings) -> int:
-        own = config(rollout=vllm(**settings) | {"kv_cache_tokens": 4096})
-        items = memory.estimate(own, TINY, "cuda", memory=10**12)
-        return next(item.bytes for item in items if item.name.startswith("vLLM weights and KV cache"))
-
-    assert held(tensor_parallel=2) == held() // 2
 
 
 def test_versions_in_training_and_next_versions_and_the_peak_over_phases():
@@ -246,19 +188,6 @@ def test_a_learner_of_another_dtype_and_a_reference_add_their_own_weights():
     assert "reference policy" not in sizes()
 
 
-def test_an_aligned_learner_needs_nothing_for_its_shadow():
-    diagnostics = {"diagnostics": {"shadow_every": 1, "gradients_every": 1}}
-    assert sizes(**diagnostics, objective={"name": "rloo"}) == sizes()
-    # Beside the current gradient: the unclipped one of an aligned learner, or five of a learner with a precision gap.
-    assert sizes(**diagnostics) == sizes() | {"gradients of the decomposition": 4 * PARAMETERS}
-    found = sizes(**LINEARS, **diagnostics)
-    assert found["shadow: the sampler's operands of the version in training"] == 4 * MATRICES
-    assert found["gradients of the decomposition"] == 5 * 4 * PARAMETERS
-    of_rloo = sizes(**LINEARS, **diagnostics, objective={"name": "rloo"})
-    assert of_rloo["gradients of the decomposition"] == 3 * 4 * PARAMETERS
-    assert "gradients of the decomposition" not in sizes("cuda", **LINEARS, **diagnostics)
-
-
 GIB = 2**30
 
 
@@ -280,14 +209,10 @@ LIMITED = {f"{ONE}/job/memory.limit_in_bytes": 3 * GIB, f"{ONE}/job/memory.memsw
     [
         ({}, 25),
         (ROOT, 25),
-        (ROOT | {f"{TWO}/memory.max": "max"}, 25),
         (ROOT | {f"{TWO}/memory.max": 4 * GIB}, 5),  # the machine's swap may be used
         (ROOT | {f"{TWO}/memory.max": 4 * GIB, f"{TWO}/memory.swap.max": 0}, 4),
         (NESTED | {f"{TWO}/a/memory.max": 2 * GIB, f"{TWO}/a/memory.swap.max": 0, f"{TWO}/a/b/memory.max": "max"}, 2),
-        (NESTED | {f"{TWO}/a/b/memory.max": 2**63 - 1}, 25),
         (OLD | LIMITED | {f"{ONE}/memory.limit_in_bytes": 2**63 - 4096}, 3),
-        (OLD | {f"{ONE}/memory.limit_in_bytes": 3 * GIB}, 4),
-        ({"proc/self/cgroup": "rubbish"}, 25),
     ],
 )
 def test_the_machines_memory_is_what_its_control_groups_allow(tmp_path, files, gib):
@@ -323,12 +248,6 @@ def test_earlier_versions_take_device_memory_or_host_memory_and_one_copy(device)
     assert (kept.bytes, kept.phase) == ((4 * version, "always") if device == "cpu" else (4 * pinned, "host"))
     peak = memory.peak_bytes(list(items.values()))
     assert peak == memory.peak_bytes([item for item in items.values() if item.phase not in ("host", "sampler GPU")])
-
-
-@pytest.mark.parametrize("more", [{"proximal": "newest"}, {"max_staleness": 0}])
-def test_no_earlier_version_is_counted_if_none_is_read(more):
-    found = sizes("cuda", rollout={"max_response_length": 8, "async": {**AHEAD, "kept_versions": "host", **more}})
-    assert not [name for name in found if "earlier version" in name]
 
 
 def test_host_memory_must_hold_the_earlier_versions(monkeypatch):

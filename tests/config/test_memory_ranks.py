@@ -9,16 +9,12 @@ from estimates import TINY, config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
-from qarl.distributed import packed
 from qarl.distributed.rows import RowPlan, most_rows, row_unit
 from qarl.memory import estimate as memory
-from qarl.memory import gathers as memory_gathers
-from qarl.memory.gathers import codes_in_flight
 from qarl.memory.ranks import VECTOR, row_share, zero_elements
 from qarl.memory.sizes import decide_sizes
 from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
-from qarl.weight_sync import gathers, quantize
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
 OTHERS = 2 * 2 * 64 + 64 + 100 * 64
@@ -74,28 +70,6 @@ def test_rows_share_masters_gradients_and_state_unless_offloaded():
     moments, everything = (sizes(2, optim={"offload": what}) for what in ("moments", "all"))
     assert moments["master weights"] == 4 * row_share(config(), TINY, 2).parameters
     assert "master weights" not in everything and everything["gradients"] == moments["gradients"]
-
-
-def test_messages_of_codes_are_counted_beside_the_next_version():
-    items = memory.estimate(config(), TINY, "cuda", ranks=2)
-    (messages,) = (item for item in items if item.name == "code messages in transfer between ranks")
-    version = sum(item.bytes for item in items if item.name.startswith(("codes and scales", "unquantized")))
-    norms = 5 * 64 * 2  # all on the first rank
-    first = (version - norms) // 2 + norms
-    # All in one message: the rank's rows, packed, and as much from each rank.
-    assert (messages.bytes, messages.phase, messages.owner) == (4 * first, "publish", "learner")
-    for alone in (sizes(1), sizes(2, distributed={"engine": "deepspeed"})):
-        assert messages.name not in alone
-
-
-def test_messages_have_the_size_of_the_product_and_runs_of_experts_are_received_in_buffers():
-    of = Mixture(128, 8, 768, frozenset(range(2)), True, EXPERT_NAMES["qwen3_moe"])
-    shapes = Architecture("qwen3_moe", 2048, 6144, 2, 32, 4, 128, 10_000, 40960, tied_embeddings=False, mixture=of)
-    # Three messages: a run of this rank's rows in bf16, half of its 2^28 bytes in float32, and those of both ranks.
-    bf16 = config(quant={"scheme": "bf16", "group_size": None})
-    assert codes_in_flight(bf16, shapes, 2) == 3 * (1 + 2) * 2**27
-    assert (memory_gathers.MESSAGE_BYTES, memory_gathers.IN_FLIGHT) == (gathers.MESSAGE_BYTES, gathers.IN_FLIGHT)
-    assert (memory_gathers.RUN_BYTES, memory_gathers.FILLED) == (quantize.RUN_BYTES, packed.FILLED)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import math
 import random
 import re
 import time
-from dataclasses import replace
 
 import pytest
 import yaml
@@ -15,7 +14,6 @@ from qarl.config.architecture import Architecture, read_config_json
 from qarl.memory import activations as counted
 from qarl.memory import estimate as memory
 
-GIB = 2**30
 # Qwen3-30B-A3B, as published.
 LARGE = yaml.safe_load(
     """
@@ -149,35 +147,3 @@ def test_a_layer_of_experts_keeps_the_rows_of_each(read):
         "products": stream + out + lse + routed,
         "layer": stream + routed,
     }
-
-
-def test_a_shared_expert_is_kept_and_recomputed_like_the_others(read):
-    stream, gate_up = 2 * 2048, 2 * 2 * 5632
-    passes = {
-        (mode, base["model_type"]): fused(read(base), train={"recompute": mode})
-        for mode in ("elementwise", "mlp")
-        for base in (WITH_SHARED, {**WITH_SHARED, "model_type": "qwen3_moe", "head_dim": 128})
-    }
-    more = {mode: passes[mode, "qwen2_moe"].kept - passes[mode, "qwen3_moe"].kept for mode in ("elementwise", "mlp")}
-    assert more == {"elementwise": gate_up + stream + 4, "mlp": 0}
-    section = {"quant": {"scheme": "w4a16", "group_size": 128}, "train": {"recompute": "layer"}}
-    part = "backward of a layer"
-    few, many = (
-        fused(read(WITH_SHARED, shared_expert_intermediate_size=size), **section).temporaries()[part]
-        for size in (100_000, 200_000)
-    )
-    # Gate and up of all tokens and the values of their weights, beside it what is computed again.
-    assert many - few == 100_000 * (2 * 2 * 2048 + 100 * 2 * 2)
-
-
-def test_a_backward_has_the_values_of_all_experts_and_dense_layers_theirs(read):
-    section = {"quant": {"scheme": "w4a16", "group_size": 128}, "train": {"recompute": "layer"}}
-    part = "backward of a layer"
-    few = fused(read(num_experts=16), **section).temporaries()[part]
-    many = fused(read(), **section).temporaries()[part]
-    logits = 100 * 4 * (128 - 16)
-    assert many - few == pytest.approx(2 * 2 * (128 - 16) * 768 * 2048, abs=logits)
-    mixed = read(mlp_only_layers=list(range(40)))
-    plain = replace(mixed, mixture=None, num_layers=40)
-    sparse = read(num_hidden_layers=8)
-    assert fused(mixed).kept_bytes == fused(plain).kept_bytes + fused(sparse).kept_bytes

@@ -110,7 +110,7 @@ def test_the_table_knows_the_attributes_of_the_configuration_classes():
         assert names - forward_fields(family) - IRRELEVANT - RESERVED == set(), family
 
 
-ANY: tuple[Any, ...] = (None, True, False, 0, 1, 2, 0.5, 50.0, "x", "null", [], [1], {}, {"a": 1})
+ANY: tuple[Any, ...] = (None, True, False, 0, 1, 0.5, "x", [], {"a": 1})
 
 
 def is_off(value: Any, accepted: tuple[Any, ...]) -> bool:

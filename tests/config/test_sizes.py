@@ -86,7 +86,7 @@ def held(config: Config, architecture: Architecture, tokens: int, recompute: str
     return memory.phase_bytes(items, "update")
 
 
-@pytest.mark.parametrize("gib", [8, 10, 12, 16, 24, 48, 80, 140, 200])
+@pytest.mark.parametrize("gib", [10, 16, 24, 80])
 @pytest.mark.parametrize("architecture", [SMALL, LARGE], ids=["small", "large"])
 def test_no_faster_choice_fits(architecture, gib):
     found = decide_sizes(config(optim={"offload": True}), "cuda", architecture, gib * GIB)
@@ -96,19 +96,6 @@ def test_no_faster_choice_fits(architecture, gib):
     better = [(n, mode) for mode in RECOMPUTE[: RECOMPUTE.index(recompute)] for n in (16384, ENOUGH_TOKENS)]
     better += [(n, recompute) for n in MICRO_BATCH_TOKENS if n > tokens]
     assert all(held(found, architecture, *one) > room for one in better)
-
-
-def test_what_is_given_decides_the_other():
-    least, most = RECOMPUTE[0], RECOMPUTE[-1]
-    for gib in (12, 16, 24, 48):
-        tokens, _ = decided_for(gib, train={"recompute": most})
-        other, _ = decided_for(gib, train={"recompute": least})
-        assert tokens >= other
-        assert decided_for(gib, train={"recompute": least})[1] == least
-        assert decided_for(gib, train={"micro_batch_tokens": 16384})[0] == 16384
-    assert decided_for(80, train={"micro_batch_tokens": 100}) == (100, least)
-    assert decided_for(10, train={"micro_batch_tokens": 65536}) == (65536, most)
-    assert decided_for(6, train={"recompute": least})[0] < ENOUGH_TOKENS
 
 
 def test_a_micro_batch_is_no_larger_than_a_step_and_chunks_of_logits_depend_on_the_vocabulary():
@@ -122,21 +109,7 @@ def test_a_micro_batch_is_no_larger_than_a_step_and_chunks_of_logits_depend_on_t
     assert ranked == 256  # a sort takes five times as much
 
 
-def test_a_vllm_that_never_sleeps_leaves_less_memory_and_is_counted_once():
-    def decided_with(level: int, frac: float, gib: int) -> Config:
-        rollout = {"engine": "vllm", "vllm": {"sleep_level": level, "memory_frac": frac}}
-        return decide_sizes(config(rollout=rollout), "cuda", SMALL, gib * GIB)
-
-    awake, asleep = (RECOMPUTE.index(decided_with(level, 0.6, 24).train.recompute) for level in (0, 1))
-    assert awake > asleep
-    found = decided_with(0, 0.4, 80)
-    learner = [i for i in memory.estimate(found, SMALL, "cuda", memory=80 * GIB) if i.owner != "sampler"]
-    assert found.train.recompute == RECOMPUTE[0] and memory.phase_bytes(learner, "update") < 0.4 * 80 * GIB
-
-
-@pytest.mark.parametrize(
-    ("gib", "fits"), [(1 / 64, 512), (1 / 8, 128), (1 / 2, FEWEST_SEQUENCES), (1, 32), (3, 8), (30, 1), (400, 1)]
-)
+@pytest.mark.parametrize(("gib", "fits"), [(1 / 64, 512), (1 / 2, FEWEST_SEQUENCES), (400, 1)])
 def test_native_sequences_are_as_few_as_fit_half_the_memory(gib, fits):
     assert sampler_sizes(config().rollout, "cuda", int(gib * GIB), 80 * GIB).max_num_seqs == fits
     given = config(rollout={"kv_cache_tokens": 10**6}).rollout
@@ -189,22 +162,13 @@ def test_a_gpus_memory_is_read_from_the_driver(monkeypatch):
     assert machine.gpu_bytes() == 80 * GIB
     assert driver.calls[1][0] == "nvmlDeviceGetHandleByIndex_v2" and driver.calls[1][1][0].value == 3
     assert driver.calls[-1][0] == "nvmlShutdown"
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-12ab")
-    driver.calls.clear()
-    assert machine.gpu_bytes() == 80 * GIB
-    assert driver.calls[1][:1] == ("nvmlDeviceGetHandleByUUID",) and driver.calls[1][1][0] == b"GPU-12ab"
 
 
-@pytest.mark.parametrize("fail", ["nvmlInit_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetMemoryInfo", None])
-def test_a_driver_that_fails_or_is_missing_gives_no_memory(monkeypatch, fail):
-    def load(name: str) -> FakeDriver:
-        if fail is None:
-            raise OSError("no such library")
-        return FakeDriver(fail)
-
-    monkeypatch.setattr(machine.ctypes, "CDLL", load)
+@pytest.mark.parametrize("fail", ["nvmlInit_v2", "nvmlDeviceGetMemoryInfo"])
+def test_a_driver_that_fails_gives_no_memory(monkeypatch, fail):
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: FakeDriver(fail))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert machine.gpu_bytes() is None and (fail is not None or machine.visible_gpus() == [])
+    assert machine.gpu_bytes() is None
 
 
 @pytest.mark.parametrize(
