@@ -3,17 +3,12 @@
 import json
 import os
 import random
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from comparisons import evaluation, settings_of, step_record, write_model
 from hand_made_runs import draw_nothing
-from hypothesis import given
-from hypothesis import settings as limits
-from hypothesis import strategies as st
 
 from qarl.comparison.compare import compare_runs
 from qarl.comparison.plan import Member, find_finished
@@ -96,19 +91,11 @@ def world(tmp_path_factory) -> World:
     return found
 
 
-def damaged(content: bytes, at: float, how: str) -> bytes:
-    """The content with one byte changed, removed or added."""
-    place = min(int(at * len(content)), len(content) - 1)
-    middle = {"change": bytes([content[place] ^ 1]), "remove": b"", "add": content[place : place + 1] * 2}[how]
-    return content[:place] + middle + content[place + 1 :]
-
-
-@given(st.sampled_from(sorted(FILES)), st.floats(0, 1), st.sampled_from(["change", "remove", "add"]))
-@limits(max_examples=40, deadline=None)
-def test_one_byte_of_any_input_is_noticed_and_undoing_it_makes_the_run_count_again(world, name, at, how):
+@pytest.mark.parametrize("name", FILES)
+def test_a_change_of_any_input_is_noticed_and_undoing_it_makes_the_run_count_again(world, name):
     file, config = world.folder / name, world.config()
     content = file.read_bytes()
-    file.write_bytes(damaged(content, at, how))
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     try:
         with pytest.raises(UserError) as caught:
             world.own(config)
@@ -151,7 +138,7 @@ def test_a_new_file_is_noticed(world, name):
 
 @pytest.mark.parametrize(
     ("key", "value", "same"),
-    [("samples", 3, False), ("temperature", 0.5, False), ("every", 2, True), ("at_end", False, True)],
+    [("samples", 3, False), ("every", 2, True)],
 )
 def test_evaluations_with_other_settings_are_not_averaged(world, key, value, same):
     config = world.config()
@@ -201,16 +188,15 @@ def test_a_run_of_an_older_version_counts_with_a_notice_and_what_it_recorded_is_
         (world.folder / "helper.py").write_text(FILES["helper.py"][0])
 
 
-@pytest.mark.parametrize("name", ["reward.py", "rows/train.jsonl"])
 def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_no_group(
-    world, name, tmp_path, capsys, monkeypatch
+    world, tmp_path, capsys, monkeypatch
 ):
     draw_nothing(monkeypatch)
     runs = [world.folder / "run"]
-    file = world.folder / name
+    file = world.folder / "reward.py"
     content = file.read_bytes()
     for seed in (1, 2):
-        runs.append(world.trained(world.config(seed, f"{name.replace('/', '-')}-{seed}")))
+        runs.append(world.trained(world.config(seed, f"seed-{seed}")))
         file.write_bytes(content + b" ")
     file.write_bytes(content)
     assert compare_runs(runs[:2], tmp_path / "same") == 0
@@ -218,22 +204,11 @@ def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_n
     same = json.loads((tmp_path / "same/comparison.json").read_text())
     assert same["groups"] and not same["input_differences"] and not same["notices"]
     assert compare_runs(runs, tmp_path / "out") == 0
-    line = f"the runs were made from different inputs: {FILES[name][1]}"
-    if name == "reward.py":
-        line = "the runs were made from different inputs: reward: judge"
+    line = "the runs were made from different inputs: reward: judge"
     assert line in capsys.readouterr().out.replace("\n", " ")
     mixed = json.loads((tmp_path / "out/comparison.json").read_text())
     assert mixed["groups"] == [] and len(mixed["input_differences"]) == 1
     assert line in (tmp_path / "out/comparison.html").read_text().replace("&#39;", "'")
-
-
-def test_planning_reads_inputs_without_torch(world):
-    code = (
-        "import sys, json; from qarl.config import Config; from qarl.storage.input_files import present_inputs\n"
-        f"present_inputs(Config.model_validate_json({world.config().model_dump_json()!r}))\n"
-        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_a_hub_name_is_its_commit_in_the_cache(tmp_path, monkeypatch):
@@ -249,12 +224,9 @@ def test_a_hub_name_is_its_commit_in_the_cache(tmp_path, monkeypatch):
     assert hub_commit("models", "some/model", "0" * 40) == "0" * 40
 
 
-@pytest.mark.parametrize(("source", "other"), [("task:arithmetic", {"seed": 1}), ("reasoning-gym:chain_sum", None)])
-def test_a_generated_task_has_an_identity(world, source, other):
+def test_a_generated_task_has_an_identity(world):
     def identity(**task: object) -> str:
-        config = world.config(data={"source": source, "task": task})
+        config = world.config(data={"source": "task:arithmetic", "task": task})
         return present_inputs(config, ["files"])["files"]["data.source"]
 
-    assert identity() == identity() and identity() != UNKNOWN
-    if other:
-        assert identity(**other) != identity()
+    assert identity() == identity() != identity(seed=1) and identity() != UNKNOWN

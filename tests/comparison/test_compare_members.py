@@ -38,8 +38,9 @@ def test_missing_values_and_a_missing_base_model_leave_only_their_own_numbers_em
     assert numbers["checkpoint_bytes"] is None and numbers["reward_last_quarter"] is not None
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "asymmetric", "w8a8", "w4a8"])
+@pytest.mark.parametrize(
+    ("family", "scheme"), [("llama", "w4a16"), ("qwen2", "asymmetric"), ("qwen3", "w8a8"), ("qwen2", "bf16")]
+)
 def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
     """Compare with the tensors that a publish would send, with tied weights once."""
     import torch
@@ -48,7 +49,7 @@ def test_checkpoint_bytes_are_those_of_the_tensors(tiny_model, family, scheme):
     from qarl.inference.masters import open_masters
     from qarl.inference.target import resolve_target
 
-    quant = {"group_size": 32} if scheme in ("w4a16", "asymmetric", "w4a8") else {}
+    quant = {"group_size": 32} if scheme in ("w4a16", "asymmetric") else {}
     quant |= {"scheme": "w4a16", "symmetric": False} if scheme == "asymmetric" else {"scheme": scheme}
     quant |= {"ignore": ["lm_head", "model.layers.0.mlp.up_proj"]}
     target = resolve_target(str(tiny_model(family)), quant=quant)

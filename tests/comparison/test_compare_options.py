@@ -13,9 +13,7 @@ from qarl import cli
         (["c.yaml", "--schemes", "fp8", "--text", "t.txt"], "--text: requires --offline"),
         (["c.yaml", "--schemes", "fp8", "--reuse", "nowhere"], "--reuse: nowhere: no such directory"),
         (["run", "run2", "--seeds", "0,1"], "--seeds: applies to a CONFIG"),
-        (["--offline", "model", "--schemes", "fp8", "--seeds", "0"], "--seeds: needs training runs"),
         (["--offline", "model", "c.yaml", "--schemes", "fp8"], "c.yaml: is a file; give a run directory"),
-        (["model", "--offline", "--schemes", "fp8"], "--offline: '--schemes' is not a model; give"),
         (["--offline", "model"], "--schemes: needed with --offline"),
     ],
 )

@@ -72,14 +72,13 @@ def test_comparison_json_has_its_fields_and_cells_of_groups_their_units(three, t
 
 
 def test_the_page_is_escaped_with_each_chart_as_a_png_and_earlier_ones_removed(three, tmp_path):
+    (tmp_path / "plots").mkdir()
+    (tmp_path / "plots/earlier.png").write_bytes(b"")
     write_outputs(tmp_path, compared(*three), three[1])
     page = (tmp_path / "comparison.html").read_text()
     assert "<script" not in page and "\x1b" not in page and "\u202e" not in page
     assert page.count("&lt;script&gt;alert(1)") >= 2
     assert all(name in page for name in ("fine", "other", "train.seed"))
-    (tmp_path / "plots").mkdir(exist_ok=True)
-    (tmp_path / "plots/earlier.png").write_bytes(b"")
-    write_outputs(tmp_path, compared(*three), three[1])
     names = {path.name for path in (tmp_path / "plots").iterdir()}
     assert names == {
         *["reward.png", "mismatch.png", "evaluation.png", "step_time.png", "rollout_time.png"],
@@ -103,20 +102,6 @@ def test_a_mismatch_of_zero_is_stated_in_words(config, tmp_path):
     sections = build_sections(compared(members, records), records)
     assert any("bit for bit" in block.text for block in blocks_of(sections, Text))
     assert [chart.title for chart in blocks_of(sections, LineChart)] == ["Reward"]
-
-
-def test_many_curves_are_split_by_learner(tmp_path):
-    members, records = [], {}
-    for learner in ("aligned", "full_precision"):
-        for index in range(4):
-            name = f"{learner}{index}"
-            config = Config.model_validate(settings_of(write_model(tmp_path / "model"), quant={"learner": learner}))
-            members.append(Member(name, "w4a16", learner, index, tmp_path / name, config, "finished"))
-            records[name] = record_of(config, tmp_path / name)
-    comparison = compared(members, records) | {"groups": []}
-    charts = blocks_of(build_sections(comparison, records), LineChart)
-    titles = [f"{title}, {learner}" for learner in ("aligned", "full_precision") for title in ("Reward", "Mismatch")]
-    assert [(chart.title, len(chart.series)) for chart in charts] == [(title, 4) for title in titles]
 
 
 def test_evaluation_bars_have_the_interval(config, tmp_path):

@@ -31,9 +31,7 @@ def member(tmp_path):
     [
         ({"every": 3, "keep_last": 2}, 2),
         ({"every": 3, "keep_last": 0}, 3),
-        ({"every": 4, "keep_last": 0}, 3),
         ({"every": 4, "keep_last": 0, "save_final": False}, 2),
-        ({"every": 50, "keep_last": 2}, 1),
         ({"every": 50, "save_final": False}, 0),
     ],
 )

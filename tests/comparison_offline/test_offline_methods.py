@@ -91,10 +91,8 @@ def test_a_quantized_model_has_the_codes_with_which_a_run_starts(tiny_model, tmp
     ("options", "message"),
     [
         (["--scheme", "fp8", "--method", "gptq"], "is for w4a16, w8a8, w4a8, nvfp4a16, not fp8; use rtn"),
-        (["--scheme", "bf16", "--method", "awq"], "--method"),
         (["--scheme", "w4a16", "--calibration", "README.md"], "--calibration: rounding to nearest does not calibrate"),
         (["--scheme", "w4a16", "--group-size", "32", "--method", "gptq", "--calibration", "none.txt"], "none.txt"),
-        (["--scheme", "w4a16", "--method", "hqq"], "hqq"),
     ],
 )
 def test_quantize_refuses_in_one_line(tiny_model, tmp_path, options, message, capsys):

@@ -70,7 +70,7 @@ def test_divergence_and_perplexity_are_those_of_a_float64_model_with_dequantized
     assert torch.equal(found.agrees, p.argmax(-1) == q.argmax(-1))
 
 
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "nvfp4a16"])
+@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "fp8"])
 def test_bf16_diverges_from_itself_by_exactly_zero_and_every_other_scheme_by_more(tiny_model, windows, scheme):
     found = numbers_of(tiny_model(), scheme, windows, "bfloat16")
     assert (found.kl >= 0).all() and (found.kl.mean() > 0) == (scheme != "bf16")

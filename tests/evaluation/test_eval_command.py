@@ -95,22 +95,6 @@ def test_out_of_memory_it_says_what_to_lower_and_goes_on_from_there(commands):
     assert json.loads((folder / "results.json").read_text())["samples"] == 2
 
 
-def test_the_directory_of_another_evaluation_is_refused(commands):
-    commands.gsm8k("--out", "r", "--max-prompts", 1)
-    said = commands.refused(
-        commands.model, "--data", f"gsm8k={commands.file}", "--max-response-length", 9, "--max-prompts", 1, "--out", "r"
-    )
-    assert "error: r: holds the results of another evaluation (sampling.max_response_length is 8 there, 9 here)" in said
-
-
-def _edit_json(name: str, **values):
-    def edit(folder: Path) -> None:
-        file = folder / name
-        file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-    return edit
-
-
 def _flip_weight(folder: Path) -> None:
     file = folder / "model/model.safetensors"
     content = bytearray(file.read_bytes())
@@ -124,12 +108,6 @@ def _change_row(folder: Path) -> None:
 
 
 EDITS = {
-    "rms_norm_eps": (_edit_json("model/config.json", rms_norm_eps=1e-3), "model.config.json.rms_norm_eps is 1e-06"),
-    "tokenizer": (_edit_json("model/tokenizer.json", normalizer={"type": "Lowercase"}), "model.tokenizer is"),
-    "stop token": (
-        _edit_json("model/generation_config.json", eos_token_id=[1, 70]),
-        "stop_token_ids.1 is not set there, 70 here",
-    ),
     "weights": (_flip_weight, "weights is"),
     "answer": (_change_row, "tasks.gsm8k is"),
     "nothing": (lambda folder: os.utime(folder / "model/config.json", ns=(10**18, 10**18)), None),

@@ -40,11 +40,6 @@ def test_the_command_line_comes_before_the_runs_section():
     assert (section.max_response_length, section.seed) == (7, 3)
 
 
-def test_a_given_set_does_not_end_like_the_runs_own_rollouts():
-    section, _ = evaluation_section(run(), Request(data=("gsm8k",)))
-    assert (section.max_response_length, section.stop) == (1024, [])
-
-
 def test_greedy_draws_one_sample_unless_told_otherwise():
     section, _ = evaluation_section(MODEL, Request(data=("amc",), temperature=0.0))
     assert (section.samples, section.pass_at) == (1, [1])
@@ -66,7 +61,6 @@ def test_max_prompts_lowers_a_tasks_own_limit_and_does_not_raise_it():
         (Request(data=("gsm8k=/nowhere.jsonl",)), r"^--data gsm8k=/nowhere\.jsonl: no such file or directory"),
         (Request(data=("amc",), samples=2, pass_at=(4,)), r"^--k: pass_at\.0 = 4: must be 2 \(samples\) or less"),
         (Request(data=("amc", "amc")), r'^command line: tasks\.1\.name = "amc": is the name of an earlier task too'),
-        (Request(data=("amc",), samples=0), r"^--samples: samples = 0: "),
     ],
 )
 def test_refusals_are_one_line(request_, message):
@@ -82,8 +76,6 @@ def test_refusals_are_one_line(request_, message):
         ({"tasks": [{"data": {"source": "a/b"}, "reward": REWARD}]}, ("tasks", 0, "name"), "needs a name"),
         ({"tasks": [{"name": "a", "data": {"source": "a/b"}}]}, ("tasks", 0, "reward"), "needs its reward"),
         ({"tasks": [{"preset": "amc", "data": OWN["data"]}]}, ("tasks", 0, "data"), "leave out preset, or data"),
-        ({"tasks": [{}]}, ("tasks", 0, "preset"), "give a preset"),
-        ({"tasks": [{"preset": "amc", "reward": REWARD}]}, ("tasks", 0, "reward"), "leave out preset, or reward"),
         ({"tasks": [OWN | {"path": "x.jsonl"}]}, ("tasks", 0, "path"), "set data.source"),
         ({"tasks": [OWN, OWN]}, ("tasks", 1, "name"), "an earlier task"),
         ({"every": 2}, ("every",), "nothing to evaluate"),

@@ -10,7 +10,7 @@ import datasets
 import pytest
 
 from qarl.config import EvalTask, ModelConfig
-from qarl.config.evaluation_presets import PRESETS, unknown_preset
+from qarl.config.evaluation_presets import PRESETS
 from qarl.errors import UserError
 from qarl.evaluation.tasks import TaskRewards, load_tasks, require_room
 from qarl.policy.load import load_tokenizer
@@ -167,21 +167,6 @@ def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
     )
     with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; available: answer"):
         TaskRewards(load_tasks([task], tokenizer), None, None)
-
-
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("MATH-50", "no such evaluation set; did you mean math500?"),
-        (
-            "zebra",
-            "no such evaluation set; known sets: math500, aime24, aime25, amc, gsm8k, minerva, olympiadbench, "
-            "arc_challenge, gpqa_diamond, mmlu_pro, livecodebench",
-        ),
-    ],
-)
-def test_an_unknown_preset_names_the_nearest_or_all(name, said):
-    assert unknown_preset(name) == said
 
 
 def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, local):

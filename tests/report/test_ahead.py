@@ -1,7 +1,6 @@
 """Charts rendered in several processes have the same bytes as in one, also if processes fail."""
 
 import os
-import signal
 import threading
 
 import pytest
@@ -39,30 +38,6 @@ def test_processes_render_every_chart_as_this_process_does(forks, monkeypatch, t
     assert not charts.rendered
     files = write_page(tmp_path / "page.html", "Page", "", SECTIONS)
     assert [file.read_bytes() for file in files] == [data for _, data in expected]
-
-
-def test_without_processes_charts_are_rendered_here(forks, monkeypatch):
-    def refused():
-        raise OSError(11, "no more processes")
-
-    expected = png(CHARTS[0])
-    monkeypatch.setattr(os, "fork", refused)
-    with render_in_parallel(SECTIONS):
-        assert not charts.rendered and png(CHARTS[0]) == expected
-
-
-def test_charts_of_a_killed_process_are_rendered_here(forks, monkeypatch):
-    expected, parent, real = [png(chart) for chart in CHARTS], os.getpid(), ahead.save
-
-    def killed(chart, form):
-        if os.getpid() != parent and chart is CHARTS[2]:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(chart, form)
-
-    monkeypatch.setattr(ahead, "save", killed)
-    with render_in_parallel(SECTIONS):
-        assert {key[0] for key in charts.rendered} == {id(chart) for chart in CHARTS[1::2]}
-        assert [png(chart) for chart in CHARTS] == expected
 
 
 def test_a_program_with_threads_does_not_fork(monkeypatch):

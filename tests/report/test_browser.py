@@ -40,7 +40,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_report(run)
 
 
-WINDOWS = [(1280, "light"), (1280, "dark"), (360, "light")]
+WINDOWS = [(1280, "light"), (360, "dark")]
 
 
 @pytest.fixture(params=WINDOWS, ids=lambda p: f"{p[1]}-{p[0]}", scope="module")
