@@ -1,7 +1,5 @@
 """The calibration text: windows, prompts, seeds and what is refused."""
 
-import sys
-
 import pytest
 
 from qarl.config.quant import CalibrationConfig
@@ -52,18 +50,12 @@ def test_the_default_is_text_of_python_s_documentation(tokenizer):
     assert len(only) == 400
 
 
-def test_without_python_s_documentation_a_file_is_asked_for(tokenizer, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    with pytest.raises(UserError, match=r"this Python has no pydoc_data.topics; give a UTF-8 file"):
-        sequences(tokenizer)
-
-
 def test_prompts_need_a_run(tokenizer):
     with pytest.raises(UserError, match=r"quant.calibration.source: prompts: there is no run here"):
         sequences(tokenizer, source="prompts")
 
 
-@pytest.mark.parametrize("content", [b"", b" \n ", b"\xff\xfe\x00"])
+@pytest.mark.parametrize("content", [b" \n ", b"\xff\xfe\x00"])
 def test_a_text_without_text_is_refused(tokenizer, tmp_path, content):
     path = tmp_path / "text.txt"
     path.write_bytes(content)

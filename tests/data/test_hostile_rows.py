@@ -22,7 +22,6 @@ CONVERSATIONS = {
         [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
         "<|user|>a\nb\n<|assistant|>",
     ),
-    "no parts": ([{"role": "user", "content": []}], "<|user|>\n<|assistant|>"),
     "extra keys": ([{"role": "user", "content": "a", "name": "Bo", "id": 7, "x": None}], "<|user|>a\n<|assistant|>"),
     "null content of a tool call": (
         [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [{"id": 1}]}],
@@ -31,15 +30,11 @@ CONVERSATIONS = {
 }
 REFUSED_CONVERSATIONS = {
     "null content": ([{"role": "user", "content": None}], r"message 0 of `prompt` \(user\) has no content \(null\)"),
-    "no content": ([{"role": "user", "content": "a"}, {"role": "user"}], r"message 1 of .* \(user\) has no content"),
     "no role": ([{"content": "a"}], "expected text or a list of {role, content} messages"),
-    "a role that is a list": ([{"role": ["user"], "content": "a"}], "its role is list"),
     "an image": ([{"role": "user", "content": [{"type": "image", "image": "x"}]}], "a part that is str 'image'; only"),
     "a part with null text": ([{"role": "user", "content": [{"type": "text", "text": None}]}], "only text parts"),
-    "a number": ([{"role": "user", "content": 5}], "its content is int 5"),
     "an empty list": ([], "`prompt` is list"),
     "null": (None, "`prompt` is null, expected text or a list of messages; drop the row"),
-    "an object alone": ({"role": "user", "content": "a"}, "`prompt` is dict"),
 }
 
 
@@ -81,9 +76,7 @@ def test_a_table_of_messages_has_every_key_in_every_message(tmp_path, build):
 
 TEMPLATES = {
     "TypeError": "{{ messages[0]['content'] + 1 }}",
-    "undefined": "{{ nothing.here }}",
     "raised": "{{ raise_exception('a\n\x1b[31mb') }}",
-    "syntax": "{% for %}",
     "too much": "{{ 'x' * 20000000 }}",
     "surrogate": "{{ '\\ud800' }}",
 }
@@ -97,9 +90,7 @@ def test_whatever_a_chat_template_does_is_one_line(build, name):
 
 
 SPECS = [
-    *["{prompt:>99999999999}", "{prompt:.99999999999}", "{prompt:>1001}", "{n:099999999999d}"],
-    *["{n:.100000000f}", "{prompt:{n}}", "{prompt:{prompt}}", "{n:>{n}.{n}}", "{prompt.x}", "{prompt[0]}"],
-    *["{0}", "{}", "{prompt!x}", "{"],
+    *["{prompt:>1001}", "{n:.100000000f}", "{prompt:{n}}", "{prompt.x}", "{prompt[0]}", "{}"],
 ]
 
 
@@ -107,8 +98,3 @@ SPECS = [
 def test_a_template_that_asks_for_width_or_more_than_columns_is_refused(template, build):
     with pytest.raises((ValidationError, UserError)):
         build({"prompt": "p", "n": 999999999}, prompt_template=template)
-
-
-def test_a_template_that_multiplies_a_long_prompt_is_refused(build):
-    with pytest.raises(UserError, match="row 0: the prompt would have more than 10,000,000 characters"):
-        build({"prompt": "p" * 1_000_000}, context=10**8, prompt_template="{prompt}" * 1000, chat_template=False)

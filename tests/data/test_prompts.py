@@ -61,7 +61,6 @@ MESSAGES = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}
             "<user> 3 : 12 + 7 = 12 + 7 {} <assistant>",
             None,
         ),
-        ({"a": 1}, {"prompt_template": "{a} =", "chat_template": False}, "1 =", None),
     ],
 )
 def test_a_row_becomes_the_text_and_tokens_of_its_prompt(tokenizer, source, row, fields, text, ids):
@@ -137,7 +136,6 @@ USER = {"role": "user", "content": "u"}
             {"prompt_template": "{question} ="},
             r"data.prompt_template: there is no column 'question'; there are: prompt",
         ),
-        ([{"prompt": 3}, {"prompt": "q"}], {"prompt_template": "{prompt:d}"}, r"data.prompt_template: row 1: "),
         ([{"prompt": "q"}, {"prompt": 5}], {}, r"row 1: `prompt` is int \(5\), expected text or a list"),
         ([{"prompt": [USER]}], {"chat_template": False}, r"row 0: .* list of messages, which needs data.chat_template"),
         (

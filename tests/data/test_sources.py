@@ -82,19 +82,13 @@ def test_files_of_a_directory_are_those_of_the_split_in_order(tmp_path, files, s
     ("name", "text", "message"),
     [
         ("a.jsonl", '{"prompt": 1}\n{"prompt": }\n', r"a.jsonl line 2: not valid JSON \(column 12: "),
-        ("a.jsonl", '{"prompt": 1}\n[1]\n', r"a.jsonl line 2: is a list, expected an object"),
         ("a.json", '[\n{"prompt": 1},\n]', r"a.json: not valid JSON \((line 2 column 14|line 3 column 1): "),
-        ("a.json", '{"prompt": 1}\n{"prompt": 2}\n', r"a.json: not valid JSON \(line 2 .*one object a line is .jsonl"),
         ("a.json", '{"prompt": 1}', r"a.json: holds an object, expected a list of objects"),
-        ("a.json", '[{"prompt": 1}, 2]', r"a.json: element 1 is a number, expected an object"),
         ("a.csv", "prompt,answer\n1,2\n3\n", r"a.csv line 3: 1 cells, the header has 2"),
         ("a.csv", "prompt,prompt\n1,2\n", r"a.csv line 1: a column name appears twice"),
-        ("a.csv", 'prompt\n"open\n', r"a.csv line \d: not valid CSV"),
         ("a.parquet", "not parquet", r"a.parquet: not a readable Parquet file"),
         ("a.txt", "hello", r"a.txt: unknown file type `.txt`"),
         ("a.jsonl", "", r"a.jsonl` \(split `train`\) has no rows"),
-        ("a.json", "[]", r"has no rows"),
-        ("a.csv", "prompt\n", r"has no rows"),
         ("a.jsonl", "", r"data.split: a single file has only the split `train`, got `test`"),
     ],
 )
@@ -104,7 +98,7 @@ def test_bad_file_is_one_line_with_its_place(tmp_path, name, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("source", ["missing.jsonl", "./missing", "/missing/dir", "data/of/mine"])
+@pytest.mark.parametrize("source", ["missing.jsonl", "data/of/mine"])
 def test_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="no file or directory"):

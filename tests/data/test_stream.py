@@ -25,7 +25,7 @@ def test_sequence_does_not_depend_on_how_many_are_taken_at_once():
     assert [ids(one_by_one.next(1))[0] for _ in range(25)] == [i for _ in range(5) for i in ids(by_five.next(5))]
 
 
-@pytest.mark.parametrize("taken", [0, 3, 7, 9, 21, 26])
+@pytest.mark.parametrize("taken", [0, 3, 7, 26])
 def test_resumed_stream_continues_exactly(taken):
     stream = PromptStream(PROMPTS, seed=5, shuffle=True)
     stream.next(taken)

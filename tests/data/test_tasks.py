@@ -1,4 +1,3 @@
-import builtins
 import json
 
 import pytest
@@ -31,10 +30,7 @@ def test_arithmetic_digits_bound_the_operands(digits, low, high):
     ("options", "message"),
     [
         ({"size": 0}, r"data.task.size: must be an integer of at least 1, got 0"),
-        ({"terms": 1}, r"data.task.terms: must be an integer of at least 2"),
         ({"operations": ["/"]}, r"data.task.operations.*\['/'\]"),
-        ({"operations": "+"}, r"data.task.operations"),
-        ({"min": -1}, r"data.task.min"),
         ({"min": 5, "max": 4}, r"data.task.max: must be an integer of at least min = 5, got 4"),
         ({"digits": 2, "max": 4}, r"data.task.digits: cannot be given together"),
         ({"sise": 3}, r"data.task.sise: unknown option .*it takes size, seed, operations"),
@@ -43,11 +39,6 @@ def test_arithmetic_digits_bound_the_operands(digits, low, high):
 def test_arithmetic_refuses_an_impossible_option(options, message):
     with pytest.raises(UserError, match=message):
         generate("task:arithmetic", options)
-
-
-def test_unknown_task_is_refused():
-    with pytest.raises(UserError, match=r"unknown task `task:algebra`; the built-in one is `task:arithmetic`"):
-        generate("task:algebra", {})
 
 
 def test_reasoning_gym_rows_carry_the_entry_and_repeat_without_a_seed():
@@ -63,28 +54,9 @@ def test_reasoning_gym_rows_carry_the_entry_and_repeat_without_a_seed():
         assert json.dumps(row)
 
 
-def test_reasoning_gym_unknown_name_lists_close_ones():
-    pytest.importorskip("reasoning_gym")
-    with pytest.raises(UserError, match=r"no task `chainsum`; close names: .*chain_sum"):
-        generate("reasoning-gym:chainsum", {})
-
-
 @pytest.mark.parametrize("options", [{"nonsense": 1}, {"min_terms": 5, "max_terms": 2}])
 def test_reasoning_gym_refused_options_become_one_line(options):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(UserError, match=r"data.task: reasoning-gym:chain_sum refuses") as caught:
         generate("reasoning-gym:chain_sum", options)
     assert "\n" not in str(caught.value)
-
-
-def test_reasoning_gym_missing_names_the_extra(monkeypatch):
-    real_import = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.partition(".")[0] == "reasoning_gym":
-            raise ImportError(name)
-        return real_import(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(UserError, match=r"pip install 'qarl\[tasks\]'"):
-        generate("reasoning-gym:chain_sum", {})

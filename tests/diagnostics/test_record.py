@@ -47,13 +47,6 @@ def test_what_the_band_clips_is_marked_token_by_token():
     assert record["tokens"]["phantom_either_side"] == [True] * 6
 
 
-def test_without_a_band_or_a_shadow_there_is_nothing_to_mark():
-    record = diagnostics_record(1, {}, tokens(shadow=False), None, [], 100, 0)
-    assert record["band"] is None and record["layers"] is None
-    assert record["tokens"]["logp_shadow"] is record["tokens"]["outside"] is record["tokens"]["phantom"] is None
-    assert record["tokens"]["phantom_either_side"] is None
-
-
 def test_an_fp8_backward_is_there_by_layer_with_the_worst_by_name():
     modules = {"a": (0.999, 0.04), "b": (0.99, 0.1)}
     record = diagnostics_record(1, {}, tokens(), None, [], 100, 0, modules)

@@ -62,15 +62,9 @@ def test_bit_for_bit_is_said():
         ({"mismatch__chi2_token": 2.0, "mismatch__ess_frac": 0.3}, "problem", "different policies"),
         ({"mismatch__delta_abs_max": 0.95}, "watch", "maxima near 1.0"),
         ({"mismatch__chi2_token": 0.04}, "watch", "differ at many tokens"),
-        ({"mismatch__delta_abs_mean": 0.08}, "watch", "differ at many tokens"),
         ({"mismatch__tail_abs_mean": 0.4}, "watch", "objective.dvp_rho"),
         ({"history__k3_last": 0.01}, "watch", "K3 between learner and sampler grew"),
         ({"policy__contribution_train_pos": 0.02}, "watch", "two signs unevenly"),
-        (
-            {"precision__phantom_frac": 0.01},
-            "watch",
-            "1.0% of the tokens are outside the clip bounds because of precision alone",
-        ),
         (
             {"precision__phantom_frac": 0.135},
             "problem",
@@ -78,7 +72,6 @@ def test_bit_for_bit_is_said():
         ),
         ({"precision__snr": 0.42}, "watch", "mostly precision"),
         ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
-        ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
         ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
         ({"gradients__cos_total": 0.9, "gradients__ratio_rel": 0.4}, "watch", "through the ratio"),
         (
@@ -114,15 +107,6 @@ def test_tokens_outside_a_distribution_do_not_make_the_others_look_bad():
     }
     assert said("watch", **pruned) == ""
     assert "differ little: mean |delta| is 0.001 nats, the maximum 0.02" in said("fine", **pruned)
-
-
-def test_an_objective_that_clips_nothing_has_no_phantom_clipping():
-    assert "The objective clips nothing" in said("fine", precision__phantom_frac=None, precision__clipped_frac=None)
-
-
-def test_a_small_skew_or_a_growth_from_nothing_to_nothing_is_not_reported():
-    assert "unevenly" not in said("watch", policy__contribution_train_pos=-0.021)
-    assert "grew" not in said("watch", history__k3_first=1e-9, history__k3_last=1e-5)
 
 
 def test_where_the_correction_drops_every_token_a_larger_rate_is_no_advice():
