@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,11 @@ from tiny_runs import settings
 
 from qarl.config import Config
 from qarl.memory.sizes import decide_sizes
-from qarl.policy.attention import packed
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.policy.routes import numbers_of, recording
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.launch import routing_of, sampler_settings
+from qarl.rollout.vllm.launch import sampler_settings
 from qarl.rollout.vllm.settings import Request
 from qarl.training.setup import build_policy
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
@@ -33,13 +31,10 @@ from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TRUNCATIONS = {
     "none": Truncation(),
-    "temperature": Truncation(0.7),
     "min_p": Truncation(0.7, min_p=0.3),
-    "top_k": Truncation(1.3, top_k=20),
     "top_p": Truncation(top_p=0.8),
     "all": Truncation(0.8, top_k=20, top_p=0.9, min_p=0.05),
     "greedy": Truncation(0.0),
-    "hot": Truncation(5.0, min_p=0.7),
     "cold": Truncation(0.001, top_p=0.9),
 }
 EVENTS: Counter[str] = Counter()
@@ -166,32 +161,9 @@ def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
         responses = host.generate(requests, sampling, lambda done, tokens: None)
         reported = torch.tensor([logprob for response in responses for logprob in response.logprobs])
         wrong[name] = off(reported, policy.logprobs(prompts, [r.token_ids for r in responses], cut, 64)[0])
-        if (kind := routing_of(policy.sampler.layout)) is not None and name == asked.shaped[-1]:
-            wrong["routing"] = rerouted(host, policy, requests, sampling, *kind)
         again = host.generate(requests[::-1], sampling, lambda done, tokens: None)[::-1]
         wrong[f"{name}, in another order"] = sum(a != b for a, b in zip(responses, again, strict=True))
     return {"wrong": wrong, "sum": scored.sum().item(), "events": dict(EVENTS)}
-
-
-def rerouted(
-    host: Host,
-    policy: Policy,
-    requests: list[Request],
-    sampling: SamplingParams,
-    dtype: torch.dtype,
-    of_token: tuple[int, int],
-) -> int:
-    """Tokens, drawn once more, whose experts are not said to be those that the policy sends them through."""
-    recorded = replace(sampling, record_routing=True)
-    wrong = 0
-    for request, response in zip(requests, host.generate(requests, recorded, lambda done, tokens: None), strict=True):
-        told = numbers_of(torch.frombuffer(bytearray(response.routing), dtype=dtype).view(-1, *of_token))
-        ids, routes = torch.tensor(request.token_ids + response.token_ids[:-1], device=DEVICE), recording()
-        attention = packed([(0, [len(ids)])], DEVICE, policy.sampler.weights.fused)
-        policy.sampler.hidden_states(ids, attention, routes=routes)
-        assert len(told) == len(ids)
-        wrong += int((told != routes.recorded().cpu()).any(-1).any(-1).sum())
-    return wrong
 
 
 def off(found: torch.Tensor, expected: torch.Tensor) -> int:
