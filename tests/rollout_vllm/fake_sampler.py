@@ -149,24 +149,6 @@ class FakeHost:
             wakes.write("woken\n")
         self._trouble("wake")
 
-    def _write_rubbish(self, name: str) -> None:
-        """`NAME` is written and nothing after it; `NAME/N` the first N bytes, `NAME/N/exit` and then it is gone."""
-        name, *cut = name.split("/")
-        data = rubbish()[name] if name in rubbish() else frame(("done", [None] * 1000))
-        self._write([data[: int(cut[0])] if cut else data])
-        if cut[1:] == ["exit"]:
-            os._exit(3)
-        time.sleep(600)
-
-    def _write(self, parts: Iterable[bytes]) -> None:
-        """Write to the connection, a part every 0.05 seconds."""
-        with socket.socket(fileno=os.dup(int(sys.argv[1]))) as connection:
-            connection.setblocking(True)
-            for part in parts:
-                connection.sendall(part)
-                time.sleep(0.05)
-            connection.setblocking(False)  # a flag of the connection, not of the descriptor
-
     def _trouble(self, operation: str) -> None:
         lines = self._troubles.read_text().splitlines()
         if not lines or lines[0].split()[0] != operation:
@@ -179,8 +161,6 @@ class FakeHost:
                 self._freed = int(lines[0].split()[2])
             case "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
-            case "crash":
-                os.kill(os.getpid(), signal.SIGSEGV)
             case "exit":
                 os._exit(3)
             case "hang":
@@ -198,10 +178,9 @@ class FakeHost:
                 os.write(1, b"noise from a library\n")
                 os.write(2, b"and on the other stream\n")
             case "rubbish":
-                self._write_rubbish(lines[0].split()[2])
-            case "trickle":  # an answer that takes its time
-                answer = frame(("done", list(range(1000))))
-                self._write(answer[at : at + 200] for at in range(0, len(answer), 200))
+                with socket.socket(fileno=os.dup(int(sys.argv[1]))) as connection:
+                    connection.sendall(rubbish()[lines[0].split()[2]])
+                time.sleep(600)
             case "lie":
                 self._offset = 1.0  # the canary's log-probs are off by it until the next publish
             case other:
@@ -215,13 +194,9 @@ def frame(message: object) -> bytes:
 
 
 def rubbish() -> dict[str, bytes]:
-    """What a sampler that has lost its mind writes, by name; some of it is the start of a message."""
-    noise = random.Random(14).randbytes(4096)
+    """What a sampler that has lost its mind writes, by name."""
     return {
-        "noise": noise,
-        "pickle": pickle.dumps(("done", [])),
-        "absurd-size": HEADER.pack(2**64 - 1),
-        "cut-pickle": HEADER.pack(10) + pickle.dumps(("done", [0.5] * 8))[:10],
+        "noise": random.Random(14).randbytes(4096),
         "code": frame(("done", os.system)),
         "unknown": frame(("\x1b[31mevil", None)),
     }

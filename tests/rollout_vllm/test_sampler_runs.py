@@ -106,31 +106,3 @@ def test_the_finished_run_equals_an_undisturbed_one(course, undisturbed) -> None
     assert "(step 1)" in stage.out  # resumed from there
     assert stage.steps == undisturbed.steps and len(stage.steps) == 2
     assert stage.files == undisturbed.files
-
-
-GONE = f"""
-{INSTALL}
-import os
-from qarl.rollout.vllm.process import SamplerProcess
-from qarl.training import setup
-begun, begin, load = [], SamplerProcess.__init__, setup.load_model
-def note(self, *given):
-    begin(self, *given)
-    begun.append(self._process)
-def wait(*given):
-    begun[0].wait()
-    return load(*given)
-fake_sampler.FakeHost.import_ahead = staticmethod(lambda exact: os._exit(3))
-SamplerProcess.__init__, setup.load_model, setup.tensors_digest = note, wait, None
-"""
-
-
-def test_a_sampler_that_ends_while_the_model_is_loaded_is_reported_before_it_is_used(
-    qarl, even_model, tmp_path
-) -> None:
-    config = write_config(tmp_path / "c.yaml", settings(even_model, rollout={"engine": "vllm"}))
-    done = qarl.run("train", config, f"train.run_dir={tmp_path / 'run'}", before=GONE)
-    assert (done.code, done.err) == (
-        2,
-        "error: rollout.vllm: vLLM did not start: its process ended with exit code 3\n",
-    )

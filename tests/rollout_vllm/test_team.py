@@ -29,20 +29,17 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     def own_troubles(self, settings, expected, phases) -> None:
         assert settings.shards == settings.arguments["tensor_parallel_size"] == 2
         assert settings.rendezvous.parent.stat().st_mode & 0o777 == 0o700
-        real(
-            self,
-            replace(settings, arguments={"troubles": f"{settings.arguments['troubles']}-{settings.shard}"}),
-            expected,
-        )
+        own = {"troubles": f"{settings.arguments['troubles']}-{settings.shard}"}
+        real(self, replace(settings, arguments=own), expected)
 
     monkeypatch.setattr(fake_sampler.FakeHost, "__init__", own_troubles)
     fake_sampler.install(monkeypatch.setattr)
     teams: list[TensorParallelSampler] = []
 
-    def make(*troubles: str, timeout_s: float = 30.0) -> TensorParallelSampler:
+    def make(*troubles: str) -> TensorParallelSampler:
         for index in range(2):
             (tmp_path / f"troubles-{index}").write_text(troubles[index] if troubles else "")
-        teams.append(TensorParallelSampler(torch.device("cpu"), [None, None], tmp_path / "sampler.log", timeout_s))
+        teams.append(TensorParallelSampler(torch.device("cpu"), [None, None], tmp_path / "sampler.log", 30.0))
         teams[-1].start(fake_sampler.settings(tmp_path), {}, ignore)
         return teams[-1]
 
@@ -83,16 +80,13 @@ def test_each_process_gets_its_own_payload(start) -> None:
     ("troubles", "message"),
     [
         (("", "generate kill"), "its process was ended by SIGKILL"),
-        (("generate exit", "generate hang"), "its process ended with exit code 3"),
         (("generate hang", "generate fail"), "RuntimeError: out of blocks"),
-        (("generate hang", ""), "no sign of life for 1 s"),
         (("", "start fail"), "out of blocks"),
     ],
 )
-def test_the_end_of_one_process_ends_all(start, tmp_path, monkeypatch, troubles, message) -> None:
-    fake_sampler.limit_only_hangs(tmp_path, monkeypatch.setattr)
+def test_the_end_of_one_process_ends_all(start, troubles, message) -> None:
     with pytest.raises(SamplerFault, match=message):
-        start(*troubles, timeout_s=1 if "1 s" in message else 30).call("generate", ORDER, ignore)
+        start(*troubles).call("generate", ORDER, ignore)
     assert gone(start.teams[-1])
 
 
@@ -120,22 +114,16 @@ def test_different_tokens_are_a_fault(start, monkeypatch) -> None:
     assert gone(team)
 
 
-# In the second rollout a part of the sampler is killed. What each listens on is printed.
-KILL = f"""
-import json, os, signal, sys
+LISTENING = f"""
+import json, sys
 sys.path.append({str(Path(__file__).parent)!r})
 from listening import listening
 from qarl.rollout.vllm.own_kernels.tensor_parallel import TensorParallelSampler
-real, rollouts = TensorParallelSampler.begin, []
+real = TensorParallelSampler.begin
 def begin(self, operation, payload):
-    rollouts.extend([operation] * (operation == "generate"))
-    if operation == "generate" and len(rollouts) == 2:  # held still, so that it cannot have answered before the kill
-        os.kill(self.members[1].pid, signal.SIGSTOP)
     real(self, operation, payload)
-    if operation == "generate" and len(rollouts) < 3:
+    if operation == "generate":
         print("listening", json.dumps([what for member in self.members for what in listening(member.pid)]))
-    if operation == "generate" and len(rollouts) == 2:
-        os.kill(self.members[1].pid, signal.SIGKILL)
 TensorParallelSampler.begin = begin
 """
 
@@ -143,18 +131,18 @@ TensorParallelSampler.begin = begin
 @pytest.mark.slow
 @needs_cpu_build
 def test_a_model_in_two_parts_is_published_proved_and_trains(qarl_with_vllm: Qarl, tiny_model, tmp_path) -> None:
-    vllm, shared = {"tensor_parallel": 2}, {path.name for path in Path("/dev/shm").iterdir()}
-    data = settings(tiny_model(head_dim=32), rollout={"engine": "vllm", "vllm": vllm}, train={"steps": 2})
+    shared = {path.name for path in Path("/dev/shm").iterdir()}
+    data = settings(
+        tiny_model(head_dim=32), rollout={"engine": "vllm", "vllm": {"tensor_parallel": 2}}, train={"steps": 2}
+    )
     data["quant"] = {"scheme": "fp8"}
     config, run = write_config(tmp_path / "c.yaml", data), tmp_path / "run"
-    done = qarl_with_vllm.run("train", config, f"train.run_dir={run}", before=KILL)
+    done = qarl_with_vllm.run("train", config, f"train.run_dir={run}", before=LISTENING)
     assert done.code == 0, done.err
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared
     for record in recorded(run):
         assert record["publish/proved_frac"] == 1.0
         assert 0 < record["publish/canary_abs_max"] < 1 and 0 < record["mismatch/delta_abs_max"] < 1
-    warnings = [line for line in done.out.splitlines() if line.startswith("warning: vLLM failed")]
-    assert len(warnings) == 1 and "SIGKILL" in warnings[0]
     heard = [json.loads(line.removeprefix("listening ")) for line in done.out.splitlines() if "listening " in line]
     # Processes of one model talk to each other: on the loopback interface, and in their private directory.
     ways = {what.split(":")[0].rpartition("/")[0] or what.split(":")[0] for each in heard for what in each}
