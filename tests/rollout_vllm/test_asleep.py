@@ -1,9 +1,7 @@
 """vLLM's sleep beside other processes, whose memory must neither fail it nor be counted."""
 
 import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from needs_vllm import needs_vllm
 
 from qarl.rollout.shared import has_headroom
 from qarl.rollout.vllm.engine import PROFILING_ERROR
-from qarl.rollout.vllm.host import GREW, Host, tolerate_memory_growth
+from qarl.rollout.vllm.host import GREW, tolerate_memory_growth
 
 
 class Worker:
@@ -61,19 +59,3 @@ def test_torchs_cache_is_emptied_only_if_that_may_give_enough_headroom(monkeypat
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["bytes"], 10_000))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: times.append(free.update(bytes=1300)))
     assert has_headroom(torch.device("cuda"), needed) == room and len(times) == emptied
-
-
-def test_a_sleep_counts_only_memory_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("cumem")
-    module.__dict__["CuMemAllocator"] = SimpleNamespace(
-        get_instance=lambda: SimpleNamespace(get_current_usage=lambda: 700)
-    )
-    monkeypatch.setitem(sys.modules, "vllm.device_allocator.cumem", module)
-    reserved = iter([1000, 950])
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
-    host = object.__new__(Host)
-    host.settings = SimpleNamespace(arguments={"enable_sleep_mode": True})
-    host.numerics = SimpleNamespace(before_sleep=lambda: None)
-    host._worker = SimpleNamespace(sleep=None)
-    host._llm = SimpleNamespace(sleep=lambda level: None)
-    assert host.sleep(2) == 750
