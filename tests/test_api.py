@@ -1,12 +1,12 @@
 """`qarl.train`, `export`, `evaluate`, `compare` and `generate` from Python, on a tiny model."""
 
 import json
-import sys
 from pathlib import Path
 from typing import NoReturn
 
 import forked_popen
 import pytest
+from hand_made_runs import draw_nothing
 from tiny_runs import settings, write_config
 
 import qarl
@@ -106,6 +106,7 @@ def test_evaluate_returns_the_results_and_their_directory(trained, folder):
 
 
 def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny_model, monkeypatch):
+    draw_nothing(monkeypatch)
     forked_popen.install(start_members, replace=monkeypatch.setattr)
     data = settings(tiny_model(), train={"steps": 1}, logging={"tensorboard": False})
     done = qarl.compare(data, schemes=["w4a16", "w8a8"], out=folder / "schemes", jobs=2)
@@ -120,18 +121,10 @@ def test_compare_of_runs_and_of_a_dict_returns_the_members(trained, folder, tiny
         qarl.compare(data)
 
 
-def test_compare_offline_returns_a_member_a_scheme(tiny_model, folder):
+def test_compare_offline_returns_a_member_a_scheme(tiny_model, folder, monkeypatch):
+    draw_nothing(monkeypatch)
     done = qarl.compare_offline(
         tiny_model(), ["bf16", "w4a16"], group_size=32, max_tokens=300, out=folder / "offline", device="cpu"
     )
     assert set(done.members) == {"bf16", "w4a16"} and done.exit_code == 0
     assert done.members["bf16"]["kl"]["mean"] == 0 < done.members["w4a16"]["kl"]["mean"]
-
-
-def test_the_record_of_a_script_names_the_script(monkeypatch):
-    from qarl.utils.invocation import command_line
-
-    monkeypatch.setattr(sys, "argv", ["study.py", "--fast"])
-    assert command_line() == ["python", "study.py", "--fast"]
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/qarl", "compare", "a", "b"])
-    assert command_line() == ["qarl", "compare", "a", "b"]

