@@ -14,12 +14,13 @@ Peers that are not installed are reported and left out.
 
 import argparse
 import gc
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import product
 
 import torch
-from harness import Report, command_line, count, environment, read_reports
+from harness import Report, command_line, count, environment
 from kernel_bench.experts import SCHEMES as EXPERT_SCHEMES
 from kernel_bench.experts import expert_rows
 from kernel_bench.measure import Row, Stopwatch
@@ -55,7 +56,7 @@ def measure(options: argparse.Namespace, stopwatch: Stopwatch) -> Iterator[list[
 def main() -> None:
     options = parse()
     if options.table is not None:
-        print("\n\n".join(map(table, read_reports(options.table))))
+        print("\n\n".join(table(json.loads(path.read_text())) for path in options.table))
         return
     if not torch.cuda.is_available():
         sys.exit("bench_kernels needs a CUDA device; --table FILE prints an earlier result without one")

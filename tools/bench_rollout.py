@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness import Record, command_line, count, positive, run_cases
+from harness import Record, command_line, count, failures, positive, run_cases
 
 # isort: split
 import torch
@@ -88,7 +88,8 @@ def main() -> int:
     if not options.case:
         heads = ("tokens/s", "decoding", "first", "GFLOP/s")
         print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
-    return int(run_cases(options, cases(options), measure, show).failed)
+    report = run_cases(options, cases(options), measure, show)
+    return int(bool(failures(report.content["records"])))
 
 
 def show(row: Record) -> None:

@@ -13,13 +13,14 @@ Times are medians after the first step, which compiles. The result is written af
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
-from harness import MODELS, Record, aligned, command_line, count, failures, heads, positive, read_reports, run_cases
+from harness import MODELS, Record, aligned, command_line, count, failures, heads, positive, run_cases
 
 PARTS = ("step", "trl")
 # What a row is compared by: the model, the work, and on how many ranks.
@@ -128,13 +129,13 @@ def _notes(row: Record) -> str:
 def main() -> int:
     options = parse()
     if options.table is not None:
-        print(table(read_reports(options.table)))
+        print(table([json.loads(path.read_text()) for path in options.table]))
         return 0
     if "trl" in options.part and find_spec("trl") is None:
         sys.exit("error: --part trl needs TRL: pip install trl")
     report = run_cases(options, cases(options), run_part)
     print(table([report.content]))
-    return int(report.failed)
+    return int(bool(failures(report.content["records"])))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,16 @@
 #!/usr/bin/env python3
-"""The runs of configs/evidence: what the starting policy answers, which arms are missing, records, figures, tables.
+"""The runs of configs/evidence: what the starting policy answers, records of runs, figures, tables.
 
     python tools/evidence.py ladder runs/evidence_sft               # answered tasks by family and level
-    python tools/evidence.py missing runs/evidence --seeds 0 1 2    # arms without a record, and how far their runs are
     python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
     python tools/evidence.py figures                                # docs/results.md, its pictures, further tables
 
-A record is known by arm, learning rate, size (steps x responses) and seed. `record --tag` keeps runs from another
-policy apart: all other commands read only the records with the tag that they get. `record --steps N` takes the first N
-steps of each run, also of runs that were stopped later. `figures` averages over seeds. It draws the records of the
-first --size, up to CURVES_AT_MOST arms and learning rates; if there are more, each arm at the learning rate with the
-highest training reward over the last quarter of the steps, so that the test set chooses nothing. The tables have all
-learning rates; each further --size gets one table. Intervals are 95 %. That of an accuracy is Wilson's over prompts
-(qarl.evaluation.estimators). Arms are compared on the seeds that both have, with a paired bootstrap over prompts,
-because all of them answer the same ones. Three or more seeds give Student's t instead if that is wider.
+A record is known by arm, learning rate, size (steps x responses) and seed; one with `+` in its arm's name is of another
+policy, and in no figure. `record --steps N` takes the first N steps of each run, also of runs that were stopped later.
+`figures` averages over seeds. It draws the records of the first --size; each further --size gets one table. Intervals
+are 95 %. That of an accuracy is Wilson's over prompts (qarl.evaluation.estimators). Arms are compared on the seeds that
+both have, with a paired bootstrap over prompts, because all of them answer the same ones. Three or more seeds give
+Student's t instead if that is wider.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ Key = tuple[str, float]  # arm, learning rate
 
 ROOT = Path(__file__).parents[1]
 STUDY = ROOT / "configs/evidence/arms.yaml"
-RECORDS = ROOT / "benchmarks/results/evidence"
+RECORDS = Path("benchmarks/results/evidence")
 CURVES = {  # metric -> (how a table's number is taken from the steps, head of its column)
     "reward/mean": ("last quarter", "reward, last quarter"),
     "mismatch/delta_abs_mean": ("mean", "mismatch, mean abs(delta)"),
@@ -57,19 +54,10 @@ CURVES = {  # metric -> (how a table's number is taken from the steps, head of i
     "response/length_mean": ("last quarter", "tokens, last quarter"),
     "time/step_s": ("median", "seconds per step"),
 }
-SECTIONS = (
-    "model",
-    "quant",
-    "rollout",
-    "objective",
-    "correction",
-    "optim",
-    "train",
-)  # of the configuration in a record
+SECTIONS = ("model", "quant", "rollout", "objective", "correction", "optim", "train")  # of a record's configuration
 FURTHER = ("reward/mean", "mismatch/delta_abs_mean", "error_tokens/frac", "time/step_s")  # of the further sizes
 RESAMPLES = 10_000
 TRAILING = 5  # steps per point of the training reward
-CURVES_AT_MOST = 6  # in a picture
 BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
@@ -128,42 +116,23 @@ def show_ladder(options: argparse.Namespace) -> None:
             print(f"{path.relative_to(options.run)}, task {name}\n\n{ladder_table(rows)}\n")
 
 
-def identity(record: RunRecord, tag: str = "", steps: int | None = None) -> Row:
-    """What a record is known by. The arm is the name of the run's directory without its seed. steps: default all."""
-    config = record.config
-    arm = re.sub(r"-seed\d+$", "", record.path.name) + (f"+{tag}" if tag else "")
-    size = {"steps": steps or config.train.steps, "responses": config.responses_per_step}
-    return {"arm": arm, "lr": config.optim.lr, **size, "seed": config.train.seed}
-
-
-def show_missing(options: argparse.Namespace) -> None:
-    arms = list(load_study(str(options.study)).variants)
-    records = read_records(options.records, options.size, options.tag)
-    recorded = {(r["arm"].partition("+")[0], r["lr"], r["seed"]) for r in records}
-    known = [(identity(run), run) for root in options.roots if root.is_dir() for run in find_runs(root)[0]]
-    runs = {(found["arm"], found["lr"], found["seed"]): run for found, run in known}
-    rates = options.lr or sorted({lr for _, lr, _ in recorded | runs.keys()}) or [1e-5]
-    wanted = [(arm, lr, seed) for arm in arms for lr in rates for seed in options.seeds]
-    for key in wanted:
-        run = runs.get(key)
-        state = f"{run.state}, step {run.step} of {run.config.train.steps}" if run else "not started"
-        if key not in recorded:
-            print(f"{key[0]:20}  lr {key[1]:g}  seed {key[2]}  {state}")
-    print(f"{len([key for key in wanted if key not in recorded])} of {len(wanted)} have no record")
-
-
-def make_record(record: RunRecord, tag: str = "", steps: int | None = None) -> Row:
+def make_record(record: RunRecord, steps: int | None = None) -> Row:
     """Return one run as figures need it. `correct`: right samples per test prompt, in order.
 
     Args:
-        record: The run.
-        tag: Added to the arm's name.
+        record: The run, whose directory's name is the arm and perhaps the seed.
         steps: Number of steps to use; None: all.
 
     Raises:
         UserError: The steps depend on `train.steps`, or there is no evaluation after the last one.
     """
-    known = identity(record, tag, steps)
+    known = {
+        "arm": re.sub(r"-seed\d+$", "", record.path.name),
+        "lr": record.config.optim.lr,
+        "steps": steps or record.config.train.steps,
+        "responses": record.config.responses_per_step,
+        "seed": record.config.train.seed,
+    }
     if steps and record.config.optim.schedule != "constant":
         raise UserError(f"{record.path}: --steps: optim.schedule depends on train.steps; use runs with a constant rate")
     found = [evaluation for evaluation in record.evaluations if evaluation["step"] <= known["steps"]]
@@ -200,35 +169,35 @@ def _short(value: float | None) -> float | None:
 
 
 def write_records(options: argparse.Namespace) -> None:
-    options.records.mkdir(parents=True, exist_ok=True)
+    folder = options.root / RECORDS
+    folder.mkdir(parents=True, exist_ok=True)
     for run in (run for root in options.roots for run in find_runs(root)[0]):
         if run.step < options.steps if options.steps else run.state != "finished":
             print(f"{run.path}: {run.state} at step {run.step} of {run.config.train.steps}; no record")
             continue
-        made = make_record(run, options.tag, options.steps)
+        made = make_record(run, options.steps)
         lines = ",\n".join(f" {json.dumps(key)}: {json.dumps(value)}" for key, value in made.items())
-        path = options.records / "{arm}-{steps}x{responses}-lr{lr:g}-seed{seed}.json".format(**made)
+        path = folder / "{arm}-{steps}x{responses}-lr{lr:g}-seed{seed}.json".format(**made)
         path.write_text("{\n" + lines + "\n}\n")
         print(path)
 
 
-def read_records(folder: Path, size: str | None = None, tag: str = "") -> list[Row]:
-    """Return the records with one tag and of one size.
-
-    Args:
-        folder: Directory of the records.
-        size: Steps x responses, such as 60x256.
-        tag: That of `record --tag`; "" for records without one.
+def read_records(folder: Path, size: str | None = None) -> list[Row]:
+    """Return the records of one size (steps x responses, such as 60x256), without those of other policies.
 
     Raises:
-        UserError: `size` is needed to choose.
+        UserError: `size` is needed to choose, or there are no records.
     """
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    records = [record for record in found if record["arm"].partition("+")[2] == tag]
-    sizes = sorted({f"{r['steps']}x{r['responses']}" for r in records})
-    if size is None and len(sizes) > 1:
-        raise UserError(f"{folder}: records of several sizes; choose one with --size: {', '.join(sizes)}")
-    return [r for r in records if size is None or f"{r['steps']}x{r['responses']}" == size]
+    by_size: dict[str, list[Row]] = defaultdict(list)
+    for path in sorted(folder.glob("*.json")):
+        record = json.loads(path.read_text())
+        if "+" not in record["arm"]:
+            by_size[f"{record['steps']}x{record['responses']}"].append(record)
+    if size is None and len(by_size) > 1:
+        raise UserError(f"{folder}: records of several sizes; choose one with --size: {', '.join(sorted(by_size))}")
+    if not (records := by_size[size or next(iter(by_size), "")]):
+        raise UserError(f"{folder}: no records; make them with tools/evidence.py record")
+    return records
 
 
 def prompt_means(records: Sequence[Row], index: int) -> list[float]:
@@ -325,10 +294,8 @@ def tables(groups: dict[Key, list[Row]]) -> list[str]:
     return [markdown(by_family, families), by_steps]
 
 
-def drawn(groups: dict[Key, list[Row]], best: dict[str, list[Row]]) -> dict[str, list[Row]]:
-    """Return the records of each curve by its label: all groups if they fit into a picture, else the best ones."""
-    if len(groups) > CURVES_AT_MOST:
-        return best
+def labelled(groups: dict[Key, list[Row]]) -> dict[str, list[Row]]:
+    """Return the records of each curve by its label."""
     rates = Counter(arm for arm, _ in groups)
     return {arm if rates[arm] == 1 else f"{arm}, lr {lr:g}": records for (arm, lr), records in groups.items()}
 
@@ -361,64 +328,53 @@ def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
     }
 
 
-def grouped(records: Sequence[Row], order: Sequence[str]) -> tuple[dict[Key, list[Row]], dict[str, list[Row]]]:
-    """Records by arm and learning rate, in the study's order, and those of each arm's best learning rate."""
-
-    def reward(found: Sequence[Row]) -> float:
-        return step_number(found, "reward/mean") or 0.0
-
+def grouped(records: Sequence[Row], order: Sequence[str]) -> dict[Key, list[Row]]:
+    """Records by arm and learning rate, in the study's order."""
     groups: dict[Key, list[Row]] = defaultdict(list)
     for record in records:
         groups[record["arm"], record["lr"]].append(record)
     place = {arm: index for index, arm in enumerate(order)}
-    keys = sorted(groups, key=lambda key: (place.get(key[0].partition("+")[0], len(place)), key))
-    best: dict[str, list[Row]] = {}
-    for key in keys:
-        if key[0] not in best or reward(groups[key]) > reward(best[key[0]]):
-            best[key[0]] = groups[key]
-    return {key: groups[key] for key in keys}, best
+    return {key: groups[key] for key in sorted(groups, key=lambda key: (place.get(key[0], len(place)), key))}
 
 
 def write_figures(options: argparse.Namespace) -> None:
     from qarl.report.charts import png
     from qarl.report.drawing import has_data
 
-    order = list(load_study(str(options.study)).variants)
+    order = list(load_study(str(STUDY)).variants)
+
+    def read(size: str | None) -> tuple[str, dict[Key, list[Row]], list[Row] | None]:
+        """The setting, the records, and those of the arm that others are compared with, at its best learning rate."""
+        records = read_records(options.root / RECORDS, size)
+        groups = grouped(records, order)
+        others = [found for (arm, _), found in groups.items() if arm == options.reference]
+        return setting(records), groups, max(others, key=lambda r: step_number(r, "reward/mean") or 0.0, default=None)
+
     first, *further = options.size or [None]
-
-    def read(size: str | None) -> tuple[list[Row], dict[Key, list[Row]], dict[str, list[Row]], list[Row] | None]:
-        records = read_records(options.records, size, options.tag)
-        if not records:
-            raise UserError(f"{options.records}: no records; make them with tools/evidence.py record")
-        groups, best = grouped(records, order)
-        other = next((best[arm] for arm in best if arm.partition("+")[0] == options.reference), None)
-        return records, groups, best, other
-
-    records, groups, best, reference = read(first)
-    pictures = options.docs / "images"
+    about, groups, reference = read(first)
+    pictures = options.root / "docs/images"
     pictures.mkdir(parents=True, exist_ok=True)
-    lines = [BEGIN, "", setting(records), ""]
-    for name, chart in charts(drawn(groups, best)).items():
+    lines = [about, ""]
+    for name, chart in charts(labelled(groups)).items():
         if has_data(chart):
             (pictures / f"evidence_{name}.png").write_bytes(png(chart))
             lines += [f"![{chart.title}](images/evidence_{name}.png)", ""]
-    write_block(options.docs / "results.md", [*lines, results(groups, reference), ""])
-    lines = [BEGIN, ""]
-    for table in (setting(records), *tables(groups)):
+    write_block(options.root / "docs/results.md", [*lines, results(groups, reference), ""])
+    lines = []
+    for table in (about, *tables(groups)):
         lines += [table, ""]
     for size in further:
-        records, groups, _, reference = read(size)
-        lines += [setting(records), "", results(groups, reference, FURTHER), ""]
-    write_block(options.further, lines)
+        about, groups, reference = read(size)
+        lines += [about, "", results(groups, reference, FURTHER), ""]
+    write_block(options.root / "benchmarks/reproductions.md", lines)
 
 
 def write_block(page: Path, lines: Sequence[str]) -> None:
-    """Replace what an earlier call wrote to a page, from `BEGIN` to `END`; a new page gets a title."""
-    text = page.read_text() if page.exists() else f"# Results\n\n{BEGIN}\n{END}\n"
-    if BEGIN not in text:
+    """Replace what an earlier call wrote to a page, from `BEGIN` to `END`."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    if not begin:
         raise UserError(f"{page}: has no line {BEGIN}; add it, and below it {END}")
-    before, _, rest = text.partition(BEGIN)
-    page.write_text(before + "\n".join(lines) + END + rest.partition(END)[2])
+    page.write_text(before + "\n".join([BEGIN, "", *lines]) + END + rest.partition(END)[2])
     print(page)
 
 
@@ -441,36 +397,19 @@ def setting(records: Sequence[Row]) -> str:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--root", type=Path, default=ROOT, help="of records and pages; default this checkout")
     commands = parser.add_subparsers(required=True)
-
-    def command(name: str, action: Any, about: str) -> argparse.ArgumentParser:
-        added = commands.add_parser(name, help=about)
-        added.add_argument("--records", type=Path, default=RECORDS, help="folder of records; default %(default)s")
-        added.add_argument("--study", type=Path, default=STUDY, help="default %(default)s")
-        added.set_defaults(action=action)
-        return added
-
-    command("ladder", show_ladder, "answered tasks by family and level").add_argument("run", type=Path)
-    missing = command("missing", show_missing, "arms, learning rates and seeds without a record")
-    missing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    missing.add_argument("roots", type=Path, nargs="*", help="folders of runs")
-    missing.add_argument("--lr", type=float, nargs="+", help="default: those of the runs and records")
-    record = command("record", write_records, "write the records of finished runs")
-    record.add_argument("--tag", default="", help="added to the arms' names, for runs from another policy")
+    ladder = commands.add_parser("ladder", help="answered tasks by family and level")
+    ladder.add_argument("run", type=Path)
+    record = commands.add_parser("record", help="write the records of finished runs")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
-    figures = command("figures", write_figures, "write docs/results.md and its pictures; further tables")
-    figures.add_argument("--docs", type=Path, default=ROOT / "docs")
-    figures.add_argument(
-        "--further", type=Path, default=ROOT / "benchmarks/reproductions.md", help="page of further tables"
-    )
-    for one in (missing, figures):
-        one.add_argument("--tag", default="", help="of the records; default: those without one")
-    missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
-    figures.add_argument(
-        "--size", metavar="STEPSxRESPONSES", nargs="+", help="as above; further ones get one table each"
-    )
+    figures = commands.add_parser("figures", help="write docs/results.md and its pictures; further tables")
+    sizes = "of the records, if there are several; further ones get one table each"
+    figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
+    for command, action in ((ladder, show_ladder), (record, write_records), (figures, write_figures)):
+        command.set_defaults(action=action)
     return parser.parse_args(arguments)
 
 

@@ -5,9 +5,9 @@
     python tools/fuzz.py --seed 1 --only run-17
     python tools/fuzz.py --seed 1 --count 300 --kinds model run --json benchmarks/results/fuzz.json
 
-Bad is: a traceback, a hang, a death by a signal, memory beyond a bound, an exit code that is no user's mistake,
-output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of a seed
-is the same whatever the count and the kinds. Exit code 1 if any case is bad.
+Bad is: a traceback (also for memory beyond a bound), a hang, a death by a signal, an exit code that is no user's
+mistake, output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of
+a seed is the same whatever the count and the kinds. Exit code 1 if any case is bad.
 """
 
 import argparse

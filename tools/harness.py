@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +34,27 @@ def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
 
 
 def out_file(text: str) -> Path:
-    """The path of a file to write, in a new folder if need be. Raises ArgumentTypeError if it cannot be a file."""
+    """The path of a file to write, in a new folder if need be."""
     path = Path(text)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"{path.parent}: {error.strerror}; name a file in a folder of yours") from None
+    path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
     return path
 
 
-def count(text: str) -> int:
-    """An integer from 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be an integer from 1")
-    return int(text)
-
-
-def positive(text: str) -> float:
+def positive(text: str, kind: type[int] | type[float] = float) -> Any:
     """A finite number above 0."""
     try:
-        number = float(text)
+        number = kind(text)
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: must be a number above 0")
+        wanted = "an integer from 1" if kind is int else "a number above 0"
+        raise argparse.ArgumentTypeError(f"{text!r}: must be {wanted}")
     return number
+
+
+count = partial(positive, kind=int)
 
 
 SHARED: dict[str, Record] = {
@@ -100,27 +95,21 @@ def run_case(case: Record, out: Path, timeout_s: float) -> Iterator[Record]:
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally` below
     with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
-        log.write(f"--- {json.dumps(case)}\n".encode())
-        log.flush()
         began, file = log.tell(), Path(place) / "records.jsonl"
-
-        def printed() -> list[str]:
-            return Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
-
         started = start([sys.executable, *sys.argv, "--case", json.dumps([case, str(file)])], os.environ, log)
         try:
             code = started.wait(timeout_s)
-            last = [f"exit {code}: nothing", *printed()][-1]
         finally:
             started.end()  # with its stacks, if it still runs
+        printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
         if file.exists():
             yield from (json.loads(line) for line in file.open())
         if code != 0:
             logs = tails(Path(place))  # of a run's ranks and samplers
             log.write(logs.encode())
-            print(logs, *printed()[-LOG_LINES:], sep="\n", file=sys.stderr)
-            why = f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {last}"
-            yield case | {"error": why}
+            print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
+            last = [f"exit {code}: nothing", *printed][-1]
+            yield case | {"error": f"took more than {timeout_s:g} s" if code is None else f"exit {code}: {last}"}
 
 
 def run_cases(
@@ -183,16 +172,6 @@ class Report:
         if self._path is not None:
             self._path.write_text(json.dumps(self.content, indent=1) + "\n")
         print(f"{elapsed:7.1f} s  {what}{why}", file=sys.stderr, flush=True)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a record has an error."""
-        return any("error" in record for record in self.content["records"])
-
-
-def read_reports(paths: Sequence[Path]) -> list[Record]:
-    """Earlier results, for --table."""
-    return [json.loads(path.read_text()) for path in paths]
 
 
 def heads(reports: Sequence[Record]) -> list[str]:

@@ -19,11 +19,9 @@ from typing import IO
 
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
-MARK = "QARL_STARTED"  # one variable per start, because a process that was started may start others in the same way
 DUMP_S = 3.0  # time for a process to print its stacks
-EXEC_S = 0.2  # time for a process to have its environment again: it has none while it executes another program
 TAIL = 6000  # characters of an output that a failure shows
-_numbers = itertools.count()
+_numbers = itertools.count()  # one mark per start, because a process that was started may start others in the same way
 
 
 @dataclass
@@ -67,41 +65,24 @@ def start(
     _, most = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, most))
     paths = [*SOURCES, *filter(None, [environment.get("PYTHONPATH")])]
-    mark = f"{MARK}_{os.getpid()}_{next(_numbers)}"
+    mark = f"QARL_STARTED_{os.getpid()}_{next(_numbers)}"
     own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONFAULTHANDLER": "1", mark: "1"}
-    process = subprocess.Popen(
-        command,
-        env={**environment, **own},
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        stdout=out,
-        stderr=errors,
-        start_new_session=True,
-    )
+    streams = {"stdin": subprocess.DEVNULL, "stdout": out, "stderr": errors}
+    process = subprocess.Popen(command, env={**environment, **own}, cwd=cwd, start_new_session=True, **streams)
     return Started(process, f"{mark}=1")
 
 
 def marked(mark: str) -> list[int]:
     """Processes whose environment had NAME=VALUE at their start, whoever their parents are now.
 
-    As a rule parents come before their children.
+    As a rule parents come before their children. A process has no environment while it executes another program.
     """
-    unsure, found = [int(path.name) for path in Path("/proc").glob("[0-9]*")], set()
-    end = time.monotonic() + EXEC_S
-    while unsure:
-        empty = []
-        for pid in unsure:
-            with suppress(OSError):
-                environment = Path(f"/proc/{pid}/environ").read_bytes()
-                if mark.encode() in environment.split(b"\0"):
-                    found.add(pid)
-                elif not environment and os.readlink(f"/proc/{pid}/exe"):  # which threads of the kernel have not
-                    empty.append(pid)  # as a rule in the middle of an exec
-        if not empty or time.monotonic() > end:
-            break
-        time.sleep(0.002)
-        unsure = empty
-    return sorted(found - {os.getpid()})
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if mark.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return sorted(pid for pid in found if pid != os.getpid())
 
 
 def abort(pids: Sequence[int]) -> None:

@@ -11,17 +11,15 @@ CPU are needed on both sides.
 
 import argparse
 import fnmatch
-import gc
 import hashlib
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from multiprocessing import get_context
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,12 +27,10 @@ import yaml
 from tiny_models import save_tiny_model, tiny_settings
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT_S = 900  # for one case
-UNREPEATABLE = ("time/", "throughput/", "memory/")
-Digests = dict[str, dict[str, str]]  # case -> what -> its digest or value
-
-
 CUSTOM = ROOT / "examples" / "custom_objective.py"
+LIMIT_S = 900  # for one command
+UNREPEATABLE = ("time/", "throughput/", "memory/")
+Digests = dict[str, str]  # what -> its digest or value
 
 
 class Case(NamedTuple):
@@ -96,16 +92,10 @@ CASES: dict[str, Case] = {
     "optim/muon": Case("optim.name=muon"),
     "optim/bfloat16_masters": Case("optim.master_dtype=bfloat16 optim.schedule=cosine optim.warmup_steps=1"),
     "kv_cache/fp8": Case("quant.kv_cache_dtype=fp8"),
-    "rollout/truncated": Case(
-        "rollout.top_k=40 rollout.top_p=0.9 rollout.temperature=0.8 objective.truncation_set=replay"
-    ),
+    "rollout/truncated": Case("rollout.top_k=40 rollout.top_p=0.9 objective.truncation_set=replay"),
     "rollout/pruned": Case("objective.name=tbpo objective.dvp_rho=0.001 rollout.kv_cache_tokens=256"),
-    "objective/regularized": Case(
-        "objective.kl_coef=0.1 objective.entropy_coef=0.01 train.recompute=layer train.epochs=2"
-    ),
-    "moe/replay": Case(
-        "model.routing=replay objective.router_aux_coef=0.1 objective.router_z_coef=0.01", "olmoe", quick=True
-    ),
+    "objective/regularized": Case("objective.kl_coef=0.1 objective.entropy_coef=0.01 train.epochs=2"),
+    "moe/replay": Case("model.routing=replay objective.router_aux_coef=0.1", "olmoe", quick=True),
     "moe/fp8": Case(f"quant.scheme=fp8 {NO_GROUPS}", "mixtral", export=True),
     "moe/w4a8": Case("quant.scheme=w4a8", "qwen2_moe"),
     "diagnostics": Case(f"{EVERY} {MISMATCH}"),
@@ -129,86 +119,54 @@ CASES: dict[str, Case] = {
 }
 
 
-# --- in a process that has the checkout's modules imported
+# Lets policies on the CPU use Triton kernels, wherever the choice was imported to.
+WITH_KERNELS = """
+import sys, interpreting, qarl.cli, qarl.exporting.verify, qarl.training.loop
+interpreting.prepare()
+modules = [m for name, m in sys.modules.items() if name.startswith("qarl.") and hasattr(m, "use_kernels")]
+assert modules, "no module has use_kernels, which chooses the kernels; adapt this script"
+for module in modules:
+    module.use_kernels = lambda *_: True
+qarl.cli.main(sys.argv[1:])
+"""
 
 
-def serve(checkout: Path, names: list[str], work: Path, settings: list[str], out: Path) -> None:
-    """Run each case in a fork, so that imports are paid for once; write the digests of all to `out`."""
-    import torch.utils.tensorboard  # noqa: F401 - imported for the forks, as are the next
-
-    import qarl
-    import qarl.cli
-    import qarl.exporting.verify
-    import qarl.training.loop
-
-    assert Path(qarl.__file__).is_relative_to(checkout), f"{qarl.__file__} is not in {checkout}"
-    if CASES[names[0]].interpreted:
-        _use_kernels()
-    gc.freeze()
-    found: Digests = {}
-    for name in names:
-        folder = work / name.replace("/", "-")
-        folder.mkdir()
-        try:
-            run_case(CASES[name], checkout, folder, settings)
-            found[name] = dict(digests(folder / "run"))
-        except RuntimeError as error:
-            found[name] = {"error": str(error)}
-        print(f"{name}: {'failed' if 'error' in found[name] else len(found[name])}", flush=True)
-        shutil.rmtree(folder)
-    out.write_text(json.dumps(found))
-    sys.stdout.flush()
-    os._exit(0)  # taking down what was imported takes a second, and some of it prints pages
+def qarl(checkout: Path, case: Case, *argv: str) -> None:
+    """Run a `qarl` command of a checkout. Raises RuntimeError, with the end of what it printed, if it fails."""
+    paths = [*(checkout / part for part in (".", "kernels", "quant_formats")), ROOT / "tests"]
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    variables |= {"TRITON_INTERPRET": "1"} if case.interpreted else {}
+    command = [sys.executable, *(["-c", WITH_KERNELS] if case.interpreted else ["-m", "qarl.cli"]), *argv]
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
+    done = subprocess.run(command, env=os.environ | variables, cwd=checkout, timeout=LIMIT_S, **how)
+    if done.returncode:
+        raise RuntimeError("\n".join(done.stdout.splitlines()[-12:]))
 
 
-def _use_kernels() -> None:
-    """Let policies on the CPU use Triton kernels, wherever the choice was imported to."""
-    import interpreting
+def write_config(case: Case, folder: Path) -> Path:
+    """Make a case's model in `folder`; returns the configuration of its run, absolute or in a checkout."""
+    if case.model.endswith(".yaml"):
+        return Path(case.model)
+    family, _, layers = case.model.partition(" ")
+    model, config = folder / "model", folder / "config.yaml"
+    save_tiny_model(model, family, num_hidden_layers=int(layers or 2))
+    config.write_text(yaml.safe_dump(tiny_settings(model, checkpoint={"keep_last": 1})))
+    return config
 
-    interpreting.prepare()
-    modules = [m for name, m in sys.modules.items() if name.startswith("qarl.") and hasattr(m, "use_kernels")]
-    assert modules, "no module has use_kernels, which chooses the kernels; adapt this script"
-    for module in modules:
-        module.use_kernels = lambda *_: True  # type: ignore[attr-defined]
 
-
-def run_case(case: Case, checkout: Path, folder: Path, settings: list[str]) -> None:
-    """Run a case's commands in `folder`. Raises RuntimeError, with the end of what it printed, if one fails."""
-    run, config, log = folder / "run", checkout / case.model, folder / "log"
-    if not case.model.endswith(".yaml"):
-        family, _, layers = case.model.partition(" ")
-        model = folder.parents[1] / "models" / case.model.replace(" ", "-")
-        if not model.exists():
-            save_tiny_model(model, family, num_hidden_layers=int(layers or 2))
-        config = folder / "config.yaml"
-        config.write_text(yaml.safe_dump(tiny_settings(model, checkpoint={"keep_last": 1})))
-    argv = ["train", str(config), *shlex.split(case.overrides), *settings, f"train.run_dir={run}"]
+def run_case(case: Case, checkout: Path, config: Path, run: Path) -> Digests:
+    """Run a case's commands, whose run goes to `run`; returns what it computed, or `error`."""
+    argv = ["train", str(config), *shlex.split(case.overrides), f"train.run_dir={run}"]
     argv += ["--nproc", str(case.ranks)] if case.ranks > 1 else []
-    if case.resume:
-        _qarl([*argv, "train.steps=1"], log)
-    _qarl(argv, log)
-    if case.export:
-        _qarl(["export", str(run), str(run / "export"), "--no-vllm"], log)
-
-
-def _qarl(argv: list[str], log: Path) -> None:
-    """Run a `qarl` command line in a fork."""
-    fork = get_context("fork").Process(target=_command, args=(argv, log))
-    fork.start()
-    fork.join(LIMIT_S)
-    fork.kill()
-    fork.join()
-    if fork.exitcode:
-        raise RuntimeError("\n".join(log.read_text(errors="replace").split("\n")[-12:]))
-
-
-def _command(argv: list[str], log: Path) -> None:
-    """In a fork: the command line, whose output is appended to `log`."""
-    from qarl import cli
-
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
-    os.dup2(1, 2)
-    cli.main(argv)
+    try:
+        if case.resume:
+            qarl(checkout, case, *argv, "train.steps=1")
+        qarl(checkout, case, *argv)
+        if case.export:
+            qarl(checkout, case, "export", str(run), str(run / "export"), "--no-vllm")
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    return dict(digests(run))
 
 
 def digests(run: Path) -> Iterator[tuple[str, str]]:
@@ -225,88 +183,54 @@ def digests(run: Path) -> Iterator[tuple[str, str]]:
     yield "version", json.loads(state.read_text())["snapshot_sha256"]
     for folder in (run / "rollouts", state.parent, run / "export"):
         for path in sorted(folder.glob("**/*.safetensors")):
-            yield from ((f"{path.relative_to(run)} {name}", digest) for name, digest in _tensors(path))
+            yield from ((f"{path.relative_to(run)} {name}", digest) for name, digest in tensor_digests(path))
     if (config := run / "export" / "config.json").exists():
         yield "export/config.json", hashlib.sha256(config.read_bytes()).hexdigest()
 
 
-def _tensors(path: Path) -> Iterator[tuple[str, str]]:
+def tensor_digests(path: Path) -> Iterator[tuple[str, str]]:
     import torch
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    with safe_open(path, "pt") as file:
-        for name in sorted(file.keys()):
-            tensor = file.get_tensor(name)
-            digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-            digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
-            yield name, digest.hexdigest()
+    for name, tensor in sorted(load_file(path).items()):
+        digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        yield name, digest.hexdigest()
 
 
-# --- in the process that was started
-
-
-def run(checkout: Path, names: list[str], work: Path, settings: list[str]) -> Digests:
-    """The digests of cases in a checkout. Its modules come first, the script and its models are this checkout's."""
-    paths = [*(checkout / part for part in (".", "kernels", "quant_formats")), ROOT / "tools", ROOT / "tests"]
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    found: Digests = {}
-    for interpreted in (False, True):
-        chosen = [name for name in names if CASES[name].interpreted == interpreted]
-        with tempfile.TemporaryDirectory(dir=work) as folder:
-            out = Path(folder) / "out"
-            order = [str(checkout), json.dumps(chosen), folder, json.dumps(settings), str(out)]
-            more = {"TRITON_INTERPRET": "1"} if interpreted else {}
-            if chosen:
-                command = [sys.executable, __file__, "--serve", *order]
-                subprocess.run(command, env={**os.environ, **variables, **more}, cwd=folder, check=True)
-                found |= json.loads(out.read_text())
-    return found
-
-
-def compare(before: Digests, after: Digests, names: list[str]) -> int:
-    """Print each case with its first difference; returns the exit code."""
-    unequal = 0
-    for name in names:
-        old, new = before[name], after[name]
-        differences = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-        errors = [f"{side}: {found['error']}" for side, found in (("before", old), ("after", new)) if "error" in found]
-        if errors:
-            print(f"FAILED     {name}", *errors, sep="\n")
-        elif differences:
-            key, more = differences[0], len(differences) - 1
-            print(f"DIFFERENT  {name}: {key}: {_short(old, key)} -> {_short(new, key)}, and {more} more of {len(old)}")
-        else:
-            print(f"equal      {name} ({len(old)} values)")
-        unequal += bool(errors or differences)
-    print(f"{len(names) - unequal} of {len(names)} cases are equal")
-    return 1 if unequal else 0
-
-
-def _short(found: Mapping[str, str], key: str) -> str:
-    text = found.get(key, "missing")
-    return text[:12] if len(text) == 64 else text
+def compare(name: str, old: Digests, new: Digests) -> bool:
+    """Print a case with its first difference; returns whether there is none."""
+    differences = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    errors = [f"{side}: {found['error']}" for side, found in (("before", old), ("after", new)) if "error" in found]
+    if errors:
+        print(f"FAILED     {name}", *errors, sep="\n", flush=True)
+    elif differences:
+        key, more = differences[0], len(differences) - 1
+        values = " -> ".join(found.get(key, "missing") for found in (old, new))
+        print(f"DIFFERENT  {name}: {key}: {values}, and {more} more of {len(old)}", flush=True)
+    else:
+        print(f"equal      {name} ({len(old)} values)", flush=True)
+    return not errors and not differences
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, required=True, help="checkout to compare with")
-    parser.add_argument("--after", type=Path, default=ROOT, help="checkout to run; default this one")
-    parser.add_argument("--quick", action="store_true", help="a few cases, in two minutes")
+    parser.add_argument("--before", type=Path, required=True, help="checkout to compare this one with")
+    parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases by name: scheme/* moe/fp8")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override for all cases")
     options = parser.parse_args()
     chosen = {name for pattern in options.only for name in fnmatch.filter(CASES, pattern)}
     names = [name for name, case in CASES.items() if name in chosen and (case.quick or not options.quick)]
-    with tempfile.TemporaryDirectory(prefix="same-bits-") as folder:
-        (Path(folder) / "models").mkdir()
-        sides = (options.before.resolve(), options.after.resolve())
-        before, after = (run(checkout, names, Path(folder), options.set) for checkout in sides)
-    return compare(before, after, names)
+    equal = 0
+    for name in names:
+        with tempfile.TemporaryDirectory(prefix="same-bits-") as folder, ThreadPoolExecutor() as pool:
+            case, config = CASES[name], write_config(CASES[name], Path(folder))
+            sides = enumerate((options.before.resolve(), ROOT))  # at once, because imports take most of the time
+            found = [pool.submit(run_case, case, side, config, Path(folder, f"run{i}")) for i, side in sides]
+            equal += compare(name, *(one.result() for one in found))
+    print(f"{equal} of {len(names)} cases are equal")
+    return int(equal < len(names))
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--serve"]:
-        checkout, names, folder, settings, out = sys.argv[2:]
-        serve(Path(checkout), json.loads(names), Path(folder), json.loads(settings), Path(out))
-    else:
-        sys.exit(main())
+    sys.exit(main())

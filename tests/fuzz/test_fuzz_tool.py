@@ -41,9 +41,7 @@ def print_and_end(text: str, code: int = 0) -> None:
 
 
 def exhaust_memory() -> None:
-    held = bytearray(200_000_000)
-    held[::4096] = b"x" * len(held[::4096])
-    raise SystemExit(0)
+    bytearray(200_000_000)
 
 
 # Command, and its verdict: status and fault.
@@ -53,7 +51,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], str, str]] = {
     "traceback": (raise_a_fault, "bad", "traceback"),
     "hang that ignores signals": (ignore_signals, "bad", "hang"),
     "signal": (lambda: os.kill(os.getpid(), signal.SIGSEGV), "bad", "signal"),
-    "memory": (exhaust_memory, "bad", "memory"),
+    "memory": (exhaust_memory, "bad", "traceback"),
     "exit code 1": (lambda: print_and_end("", 1), "bad", "exit code"),
     "escape": (lambda: print_and_end("\x1b[31mred"), "bad", "output"),
     "bytes": (lambda: (os.write(1, b"\xff\xfe abc\n"), sys.exit(0)), "bad", "output"),
@@ -72,8 +70,8 @@ def run(directory: Path, command: Callable[[], object], **about: Any):
 @pytest.fixture
 def short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two seconds and 128 MiB for a command that only reads."""
-    monkeypatch.setattr(fuzzing_case, "READING_S", 2.0)
-    monkeypatch.setattr(fuzzing_case, "GIB", 2**27)
+    monkeypatch.setattr(fuzzing_case, "READING", (2.0, 2**27))
+    monkeypatch.setattr(fuzzing_case, "PATIENCE", 1)
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -147,16 +145,16 @@ def test_cases_do_not_depend_on_kinds_and_count_and_reach_every_key_and_option()
     assert {"train.steps", "reward.functions.0.weight", "rollout.vllm.memory_frac"} <= keys
     assert {"correction.reject.0.upper", "evaluation.tasks.0.data.source"} <= keys
     assert set(options()) == set(WORKING)
-    assert {option.name for option, _ in options()["generate"]} >= {"prompt", "prompt_file", "seed", "as_json"}
+    assert {option.name for option in options()["generate"]} >= {"prompt", "prompt_file", "seed", "as_json"}
 
 
 def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) -> None:
     tally = Tally("9")
     for number, name in enumerate(("accepted", "refused in a line", "traceback", "traceback", "signal")):
         case, verdict = run(tmp_path / str(number), PLANTED[name][0])
-        tally.add(Result(case, Outcome(0, False, 0.5, 0, b"", b"KeyError: 'planted'", ""), verdict))
+        tally.add(Result(case, Outcome(0, False, 0.5, b"", b"KeyError: 'planted'", ""), verdict))
     record = tally.record("tools/fuzz.py", 1.0)
     expected = {"cases": 5, "accepted": 1, "refused": 1, "bad": 3, "traceback": 2, "signal": 1, "seconds": 2.5}
-    assert record["total"] == record["kinds"]["config"] == record["commands"]["check"] == expected
+    assert record["counts"] == dict.fromkeys(("config", "qarl check", "all"), expected)
     assert len(record["bad"]) == 3 and "signal" in tally.table()
     assert "--seed 9 --only config-0" in record["bad"][-1] and "KeyError: 'planted'" in record["bad"][-1]

@@ -1,4 +1,4 @@
-"""`tools/evidence.py` on run directories with known numbers: records, missing runs, tables and the page."""
+"""`tools/evidence.py` on run directories with known numbers: records, tables and the pages."""
 
 import json
 from pathlib import Path
@@ -58,131 +58,102 @@ def write_run(path: Path, model: Path, seed: int, lr: float, right: int, reward:
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory, tiny_model) -> Path:
-    """Three seeds of one arm, two rates of another, a stopped run, and the arms' names."""
+def root(tmp_path_factory, tiny_model) -> Path:
+    """Records of three seeds of one arm and of two rates of another, a stopped run, and pages."""
     root, model = tmp_path_factory.mktemp("evidence"), tiny_model()
     for seed, right in enumerate((6, 4, 2)):
         write_run(root / f"runs/good-seed{seed}", model, seed, 1e-5, right, 0.8)
     write_run(root / "runs/poor", model, 0, 1e-5, 0, 0.1)
     write_run(root / "faster/poor", model, 0, 3e-5, 2, 0.4)
     write_run(root / "faster/good-seed0", model, 0, 3e-5, 8, 0.2, steps=3)
-    (root / "arms.yaml").write_text("title: t\nconfig: {}\nvariants: {poor: {}, good: {}, never: {}}\n")
+    for page in ("docs/results.md", "benchmarks/reproductions.md"):
+        (root / page).parent.mkdir()
+        (root / page).write_text(f"Before.\n{evidence.BEGIN}\nold\n{evidence.END}\nAfter.\n")
+    run(root, "record", root / "runs", root / "faster")
     return root
 
 
-def run(study: Path, command: str, *arguments: object) -> None:
-    given = [command, *arguments, "--records", study / "records", "--study", study / "arms.yaml"]
-    options = evidence.parse([str(argument) for argument in given])
+def run(root: Path, *arguments: object) -> None:
+    options = evidence.parse(["--root", str(root), *map(str, arguments)])
     options.action(options)
 
 
-def test_records_figures_and_what_is_missing(study, capsys):
-    run(study, "record", study / "runs", study / "faster")
-    assert "faster/good-seed0: stopped at step 3 of 8; no record" in capsys.readouterr().out
-    names = sorted(path.name for path in (study / "records").iterdir())
-    responses = json.loads((study / "records" / names[0]).read_text())["responses"]
-    size = f"{STEPS}x{responses}"
-    expected = [
-        ("good", "1e-05", 0),
-        ("good", "1e-05", 1),
-        ("good", "1e-05", 2),
-        ("poor", "1e-05", 0),
-        ("poor", "3e-05", 0),
-    ]
-    assert names == [f"{arm}-{size}-lr{lr}-seed{seed}.json" for arm, lr, seed in expected]
-    made = json.loads((study / "records" / names[1]).read_text())
+def test_records_and_figures(root):
+    names = sorted(path.name for path in (root / evidence.RECORDS).iterdir())
+    made = json.loads((root / evidence.RECORDS / names[1]).read_text())
+    size = f"{STEPS}x{made['responses']}"
+    runs = ["good-{}-lr1e-05-seed0", "good-{}-lr1e-05-seed1", "good-{}-lr1e-05-seed2", "poor-{}-lr1e-05-seed0"]
+    assert names == [f"{name}.json".format(size) for name in (*runs, "poor-{}-lr3e-05-seed0")]
     assert made["evaluations"][0]["correct"] == [0] * 8 and made["evaluations"][1]["correct"] == [2] * 4 + [0] * 4
     assert made["families"] == ["sums", "words"] * 4 and made["evaluations"][1]["truncated_frac"] == 0.125
     assert made["curves"]["reward/mean"][-1] == 0.8 and "host" not in made["environment"]
     assert made["config"]["quant"]["scheme"] == "w4a16" and "policy/entropy" not in made["curves"]
 
-    run(study, "missing", study / "runs", study / "faster", "--seeds", 0, 1)
-    listed = capsys.readouterr().out.splitlines()
-    assert listed[-1] == "8 of 12 have no record"
-    assert "good                  lr 3e-05  seed 0  stopped, step 3 of 8" in listed
-    assert "never                 lr 1e-05  seed 1  not started" in listed
-
-    docs, further = study / "docs", study / "further.md"
-    run(study, "figures", "--docs", docs, "--further", further, "--reference", "good")
-    page = (docs / "results.md").read_text()
-    pictures = {path.name for path in (docs / "images").iterdir()}
+    for _ in range(2):  # the second time replaces what the first one wrote
+        run(root, "figures", "--reference", "good", "--size", size, size)
+    page, further = ((root / name).read_text() for name in ("docs/results.md", "benchmarks/reproductions.md"))
+    pictures = {path.name for path in (root / "docs/images").iterdir()}
     assert pictures == {f"evidence_{name}.png" for name in ("accuracy", "final", "reward", "mismatch", "errors")}
     assert all(f"](images/{name})" in page for name in pictures)
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     # Three seeds: 25, 50 and 75 %, whose t interval is wider than [0, 1].
     assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] |  |" in rows
-    wilson = evidence.accuracy([json.loads((study / "records" / names[4]).read_text())], -1)
+    wilson = evidence.accuracy([json.loads((root / evidence.RECORDS / names[4]).read_text())], -1)
     assert wilson[0] == 0.25 and 0.05 < wilson[1] < 0.1 and 0.5 < wilson[2] < 0.65
-    poor = next(row for row in rows if row.startswith("| poor | 3e-05 | 0 |"))
-    assert "| -50.0 [" in poor and rows.index(poor) < rows.index(next(r for r in rows if r.startswith("| good")))
-    assert "| good | 1e-05 | 50.0 | 50.0 |" in further.read_text()  # by family
+    assert "| -50.0 [" in next(row for row in rows if row.startswith("| poor | 3e-05 | 0 |"))
+    assert "| good | 1e-05 | 50.0 | 50.0 |" in further  # by family
+    assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] |" in further  # of the further size
     assert "A GPU; torch 2.0; revision abcdef01" in page
-
-    page = docs / "results.md"
-    page.write_text(page.read_text().replace("# Results", "# Results\n\nOur words."))
-    run(study, "figures", "--docs", docs, "--further", further)
-    assert page.read_text().count(evidence.BEGIN) == page.read_text().count(evidence.END) == 1
-    assert page.read_text().startswith("# Results\n\nOur words.\n")
-
-    further.write_text("No block.\n")
-    with pytest.raises(UserError, match=r"further.md: has no line <!-- made"):
-        run(study, "figures", "--docs", docs, "--size", size, size, "--further", further)
-    further.write_text(f"Before.\n{evidence.BEGIN}\nold\n{evidence.END}\nAfter.\n")
-    run(study, "figures", "--docs", docs, "--size", size, size, "--further", further)
-    text = further.read_text()
-    assert text.startswith("Before.\n") and text.endswith("After.\n") and "old" not in text
-    assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] |" in text
+    for text in (page, further):
+        assert text.startswith("Before.\n") and text.endswith("After.\n") and "\nold\n" not in text
 
 
 def test_the_first_steps_of_a_stopped_run_make_a_record(tmp_path, tiny_model):
     write_run(tmp_path / "runs/good", tiny_model(), 0, 1e-5, 2, 0.8, steps=5)
-    arguments = [tmp_path / "runs", "--records", tmp_path / "records", "--steps"]
-    evidence.write_records(evidence.parse([str(part) for part in ("record", *arguments, 4)]))
-    [path] = (tmp_path / "records").iterdir()
+    run(tmp_path, "record", tmp_path / "runs", "--steps", 4)
+    [path] = (tmp_path / evidence.RECORDS).iterdir()
     made = json.loads(path.read_text())
     assert path.name.startswith("good-4x") and made["steps"] == len(made["curves"]["reward/mean"]) == 4
     assert [evaluation["step"] for evaluation in made["evaluations"]] == [0, 4]
     with pytest.raises(UserError, match="no evaluation after step 5; choose one of 0, 4"):
-        evidence.write_records(evidence.parse([str(part) for part in ("record", *arguments, 5)]))
+        run(tmp_path, "record", tmp_path / "runs", "--steps", 5)
 
 
-def test_a_curve_has_the_best_rate_by_training_reward(study):
-    run(study, "record", study / "runs", study / "faster")
-    _, best = evidence.grouped(evidence.read_records(study / "records"), ["poor", "good"])
-    assert list(best) == ["poor", "good"] and best["poor"][0]["lr"] == 3e-5 and len(best["good"]) == 3
-    reward = evidence.charts(best)["reward"].series[0]
+def test_curves_average_over_seeds_and_arms_are_compared_on_the_seeds_that_both_have(root):
+    groups = evidence.grouped(evidence.read_records(root / evidence.RECORDS), ["poor", "good"])
+    assert list(evidence.labelled(groups)) == ["poor, lr 1e-05", "poor, lr 3e-05", "good"]
+    reward = evidence.charts(evidence.labelled(groups))["reward"].series[1]
     assert reward.y[:2] == [pytest.approx(0.05), pytest.approx(0.075)]  # of one and of two steps, 0.05 more each
+    good, poor = groups["good", 1e-5], groups["poor", 3e-5]
     # On seed 0 alone, which both have: better in 4 of 8 prompts.
-    gap, low, high = evidence.difference(best["good"], best["poor"])
+    gap, low, high = evidence.difference(good, poor)
     assert gap == pytest.approx(0.5) and 0 < low < gap < high
-    assert evidence.difference(best["good"][1:], best["poor"]) is None
+    assert evidence.difference(good[1:], poor) is None
     # Three seeds at +75, +50 and +25 points: Student's t, 50 +- 4.303 * 25 / sqrt(3), is wider than the bootstrap.
-    nothing = [record | {"evaluations": record["evaluations"][:1]} for record in best["good"]]
-    assert evidence.difference(best["good"], nothing) == pytest.approx((0.5, -0.1211, 1.1211), abs=1e-3)
+    nothing = [record | {"evaluations": record["evaluations"][:1]} for record in good]
+    assert evidence.difference(good, nothing) == pytest.approx((0.5, -0.1211, 1.1211), abs=1e-3)
 
 
-def test_the_ladder_shows_right_answers_by_family_and_level(study, capsys):
-    run(study, "ladder", study / "runs/good-seed1")
+def test_the_ladder_shows_right_answers_by_family_and_level(root, capsys):
+    run(root, "ladder", root / "runs/good-seed1")
     found = capsys.readouterr().out
     assert "evaluations/000008.jsonl, task test" in found
     assert "| sums | 100% of 4 | 0% of 4 | 50% of 8 | 25% |" in found
-    write_lines(study / "test.jsonl", TASKS[::-1])
+    write_lines(root / "test.jsonl", TASKS[::-1])
     try:
-        changed = r"000000.jsonl: prompt 0 is another one now; restore the file of the tasks"
-        with pytest.raises(Exception, match=changed):
-            run(study, "ladder", study / "runs/good-seed1")
+        with pytest.raises(UserError, match=r"000000.jsonl: prompt 0 is another one now; restore the file of the"):
+            run(root, "ladder", root / "runs/good-seed1")
     finally:
-        write_lines(study / "test.jsonl", TASKS)
+        write_lines(root / "test.jsonl", TASKS)
 
 
-def test_records_are_chosen_by_size_and_tag(tmp_path):
+def test_records_are_chosen_by_size(tmp_path):
     made = [{"arm": arm, "steps": steps, "responses": 16} for arm, steps in (("a", 4), ("a", 8), ("a+other", 8))]
     for index, record in enumerate(made):
         (tmp_path / f"{index}.json").write_text(json.dumps(record))
-    with pytest.raises(Exception, match="records of several sizes; choose one with --size: 4x16, 8x16"):
+    with pytest.raises(UserError, match="records of several sizes; choose one with --size: 4x16, 8x16"):
         evidence.read_records(tmp_path)
     assert evidence.read_records(tmp_path, "8x16") == [made[1]]
-    assert evidence.read_records(tmp_path, tag="other") == [made[2]]
 
 
 def test_every_arm_plans_with_the_reward_of_the_traces(smollm2, tmp_path):

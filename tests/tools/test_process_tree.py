@@ -1,14 +1,13 @@
 """`tools/process_tree.py`: all that a process started is ended, and says where it stood."""
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import traced
-from process_tree import Started, marked, runs, start, tails
+from process_tree import Started, runs, start, tails
 from traced import run_traced
 
 # A parent, a child that leads a session of its own and takes no SIGTERM, and what that one runs, which ends with it.
@@ -62,14 +61,3 @@ def test_what_takes_too_long_prints_its_stacks_and_leaves_nothing(tmp_path: Path
 def test_what_ends_in_time_gives_what_it_printed() -> None:
     done = run_traced([sys.executable, "-c", "import sys; print(1); sys.exit('2')"], os.environ, 60)
     assert (done.returncode, done.stdout, done.stderr) == (1, "1\n", "2\n")
-
-
-def test_a_process_in_the_middle_of_an_exec_is_found(tmp_path: Path) -> None:
-    (program := tmp_path / "again").write_text('#!/bin/sh\nexec "$0"\n')
-    program.chmod(0o700)
-    process = subprocess.Popen([program], env={**os.environ, "MARKED": str(tmp_path)})
-    try:
-        assert all(marked(f"MARKED={tmp_path}") == [process.pid] for _ in range(300))
-    finally:
-        process.kill()
-        process.wait()

@@ -22,14 +22,12 @@ from typing import Never
 
 import psutil
 
-# Wall seconds that a command may take on two busy cores. A command that only reads files must be fast.
-READING_S, WORKING_S = 10.0, 60.0
-READING = ("check", "schema", "runs")
-GIB = 2**30
+# Seconds of CPU, and bytes of address space beyond this process's. A command that only reads files must be fast.
+READING, WORKING = (10.0, 2 * 2**30), (60.0, 6 * 2**30)
+READERS = ("check", "schema", "runs")
+PATIENCE = 4  # wall seconds per second of CPU: other processes may keep a case from the cores
 FILE_LIMIT = 256 * 2**20  # bytes of any file that a case writes
 READ_LIMIT = 4 * 2**20  # bytes of output that are looked at
-PATIENCE = 6  # times the limit, if other processes keep it from the cores
-ADDRESS_SPACE = 6 * GIB  # beyond this process's; a case that asks for more gets a MemoryError, not the machine
 
 Command = Callable[[Sequence[str]], object]
 
@@ -64,7 +62,7 @@ class Case:
     @property
     def reads_only(self) -> bool:
         """Whether it runs no model."""
-        return self.command in READING
+        return self.command in READERS
 
     @property
     def cwd(self) -> Path:
@@ -72,13 +70,9 @@ class Case:
         return self.directory / "a" / "b" / "work"
 
     @property
-    def limit_s(self) -> float:
-        return READING_S if self.reads_only else WORKING_S
-
-    @property
-    def memory_limit(self) -> int:
-        """Bytes that it may hold beyond those it starts with."""
-        return (1 if self.reads_only else 2) * GIB
+    def limits(self) -> tuple[float, int]:
+        """Seconds of CPU, and bytes beyond those it starts with."""
+        return READING if self.reads_only else WORKING
 
     def remove(self) -> None:
         """Remove the directory, including folders without read permission."""
@@ -94,15 +88,16 @@ class Outcome:
 
     Attributes:
         code: Exit code; negative for a signal.
-        timed_out: It was killed for its time limit.
-        memory: Bytes resident at its peak beyond those at its start.
+        timed_out: It took too long.
+        seconds: Wall seconds.
+        out: Standard output.
+        err: Standard error.
         stack: Where it was when a signal or the limit ended it.
     """
 
     code: int
     timed_out: bool
     seconds: float
-    memory: int
     out: bytes
     err: bytes
     stack: str
@@ -112,32 +107,22 @@ def execute(case: Case, command: Command) -> Outcome:
     """Run `command(case.argv)` in `case.cwd`; its output and the stack of a cut-off go to `case.directory`."""
     for name in ("home", "tmp"):
         (case.directory / name).mkdir(exist_ok=True)
-    begin = time.monotonic()
-    starts, started = os.pipe()
+    begin, limit_s = time.monotonic(), case.limits[0]
     pid = os.fork()
     if pid == 0:
-        # Less than this process's: pages of files come with their use.
-        os.write(started, str(psutil.Process().memory_info().rss).encode())
-        os.close(starts)
-        os.close(started)
         _child(case, command)
-    os.close(started)
-    before = int(os.read(starts, 40))
-    os.close(starts)
     watch = os.pidfd_open(pid)
-    timed_out = not select.select([watch], [], [], case.limit_s)[0]
-    while timed_out and _starved(pid, case.limit_s) and time.monotonic() - begin < PATIENCE * case.limit_s:
-        timed_out = not select.select([watch], [], [], 1.0)[0]
+    timed_out = not select.select([watch], [], [], PATIENCE * limit_s)[0]
     os.close(watch)
     try:
         os.killpg(pid, signal.SIGKILL)  # what it started too; it is not reaped yet, so the id is still its own
     except ProcessLookupError:
         os.kill(pid, signal.SIGKILL)  # not yet the head of its group
     _, status, usage = os.wait4(pid, 0)
-    memory = max(0, usage.ru_maxrss * 1024 - before)
+    timed_out |= usage.ru_utime + usage.ru_stime > limit_s
     out, err, stack = (_head(case.directory / name) for name in ("out", "err", "stack"))
     code, seconds = os.waitstatus_to_exitcode(status), time.monotonic() - begin
-    return Outcome(code, timed_out, seconds, memory, out, err, stack.decode(errors="replace"))
+    return Outcome(code, timed_out, seconds, out, err, stack.decode(errors="replace"))
 
 
 def _child(case: Case, command: Command) -> Never:
@@ -148,11 +133,12 @@ def _child(case: Case, command: Command) -> Never:
     os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
     tempfile.tempdir = None  # which was looked up in the environment before
     os.chdir(case.cwd)
-    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + ADDRESS_SPACE,) * 2)
+    limit_s, memory = case.limits
+    resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + memory,) * 2)
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_LIMIT,) * 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable(stack)
-    faulthandler.dump_traceback_later(case.limit_s - 0.5, file=stack)
+    faulthandler.dump_traceback_later(PATIENCE * limit_s - 0.5, file=stack)
     sys.argv = ["qarl", *case.argv]
     code: object = 0
     try:
@@ -180,13 +166,6 @@ def _redirect(directory: Path) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = open(2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False)  # noqa: SIM115
-
-
-def _starved(pid: int, limit_s: float) -> bool:
-    """Whether it wants a core of a machine that has given it less than half of its time so far."""
-    process = psutil.Process(pid)
-    times, wants = process.cpu_times(), (psutil.STATUS_RUNNING, psutil.STATUS_DISK_SLEEP)
-    return process.status() in wants and times.user + times.system < limit_s / 2
 
 
 def _head(path: Path) -> bytes:

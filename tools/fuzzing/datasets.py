@@ -13,10 +13,6 @@ from fuzzing.values import ESCAPE, chance, json_values, listed, make_traps, pick
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, sampled_from
 
-FORMATS = listed(r"""
-    {question} =  {question:>99999999999}  {question!r}  {answer:{answer}}  {question.__class__}  {question[0]}
-    {nosuch}  {question:1000000000}  {answer:d}  {answer:,.99999999f}
-""")
 ANSWERS = listed(r"#### 4  \boxed{4}  \boxed{{{{  \frac{1}{0}  2^{2^{2^{2^{99}}}}  9**9**9**9  " + "(" * 5_000)
 contents = sampled_from(("2 + 2 =", [{"type": "image"}], [{"type": "text", "text": "x"}], {"a": 1}, 5, None, "\ud800"))
 roles = sampled_from(("user", "assistant", "system", "tool", None, ["user"], ESCAPE))
@@ -39,22 +35,14 @@ def mutate_dataset(draw: DrawFn, base: Path, case: Case) -> None:
     column, cell = draw(columns), draw(cells)
     source = f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv', 'parquet'))}"
     path = case.cwd / source
-    if chance(draw, 15):
-        (case.cwd / "rows").mkdir()
-        path, source = case.cwd / "rows" / source, "rows"
     changed = range(len(ROWS)) if chance(draw, 60) else [3]
     what = f"{source}: {shown(column)} of {len(changed)} rows is {shown(cell)}"
     _write_rows(path, column, cell, changed)
-    if source == "rows":
-        what = f"{what}; beside it {damage_entry(draw, path.with_name('x.jsonl'))}"
     if chance(draw, 40):
         what = f"{what}; {(damage_file if chance(draw, 80) else damage_entry)(draw, path)}"
     data: dict[str, Any] = FILE_DATA | {"source": source}
-    if chance(draw, 20):
-        data["prompt_template"] = pick(draw, FORMATS)
-        what = f"{what}; template {shown(data['prompt_template'])}"
     if chance(draw, 40):
-        data |= pick(draw, ({"chat_template": False}, {"split": draw(texts)}, {"split": "test"}))
+        data |= pick(draw, ({"chat_template": False}, {"split": draw(texts)}, {"prompt_template": draw(texts)}))
     rewards = ({"name": "length", "options": {"target": 4}}, {"name": "math"}, {"name": "exact"})
     settings = config(data=data, reward={"functions": [pick(draw, rewards)], "timeout_s": 5.0})
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(settings, allow_unicode=False))

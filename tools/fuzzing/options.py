@@ -1,18 +1,15 @@
 """Options and arguments of every command, walked from the command line's own definition."""
 
-import inspect
 import shlex
 from functools import cache
 from pathlib import Path
-from typing import get_type_hints
 
 import typer
 import yaml
 from fuzzing.base import COMPARE, EVALUATE, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.values import argument, chance, floats, integers, listed, make_traps, paths, pick, shown, texts, weighted
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn, SearchStrategy, sampled_from
+from hypothesis.strategies import DrawFn, sampled_from
 from typer.core import TyperOption as Option
 
 # Command lines that work, in a directory with all parts of the base; that of `compare` without a model trains nothing.
@@ -39,40 +36,25 @@ WORKING: dict[str, tuple[str, ...]] = {
 RARE = {"check": 3, "schema": 1, "runs": 4, "report": 4, "diagnose": 4, "train": 1, "sft": 1, "distill": 1}
 SLOW = {("export", "verify"), ("verify-exact", "engine")}  # start vLLM where it is installed, which takes a minute
 KINDS = {"option": 5, "positional": 1, "missing": 1, "bare": 1, "extra": 2}
-lists = sampled_from(listed("bf16  bf16,bf16  ,  w4a16,  0,1,2  0,-1  1-3  a,b  1e3  0x1  ²,1  bf16 , fp8"))
-sizes = sampled_from(listed("0GB  -5GB  1e3MB  nanGB  infGB  1B  1KB  ²GB  5XB  5 GB"))
+odd = sampled_from(
+    listed("bf16,bf16  ,  w4a16,  0,1,2  0,-1  1-3  a,b  1e3  0x1  ²,1  1_0  0GB  -5GB  nanGB  ²GB  5XB")
+)
 unknown = sampled_from(listed("--nosuch  -x  --  --step=1  --json  --version  --help  --see\x1b[31md  --\u202e"))
-anything = texts | paths | integers
 checkpoints = [f"{RUN}{part}" for part in ("", "/checkpoints", "/checkpoints/000002", "/checkpoints/latest")]
 places = paths | sampled_from([*checkpoints, "model", "export", "rows.jsonl", "tiny.yaml", f"{RUN}/config.yaml"])
-tasks = sampled_from(("gsm8k", "nosuch", "", "=")) | texts
-NAMED = {  # values of an option whose Python type says little
-    "model": places,
-    "offline": places,
-    "data": st.tuples(tasks, places).map("=".join) | tasks,
-    "max_shard_size": sizes | integers,
-    **dict.fromkeys(("schemes", "learners", "seeds", "only", "k"), lists),
-}
-
-
-def values(option: Option, kind: str) -> SearchStrategy[str]:
-    """Hostile values for an option. kind: the names of its Python types, such as `list[pathlib.Path] | None`."""
-    typed = {"int": integers, "float": floats | sampled_from(("1_0", "0x10")), "Path": places}
-    known = next((found for name, found in typed.items() if name in kind), anything)
-    return NAMED.get(str(option.name), known)
+anything = texts | places | integers | floats | odd
 
 
 @cache
-def options() -> dict[str, list[tuple[Option, str]]]:
-    """Those of each command, as the command line defines them, each with its kind."""
+def options() -> dict[str, list[Option]]:
+    """Those of each command, as the command line defines them."""
     from qarl.cli import app
 
-    found = {}
-    for name, command in typer.main.get_command(app).commands.items():
-        hints = get_type_hints(inspect.unwrap(command.callback))
-        own = [p for p in command.params if p.param_type_name == "option" and p.name in hints]
-        found[name] = [(p, str(hints[p.name])) for p in own if (name, p.name) not in SLOW]
-    return found
+    commands = typer.main.get_command(app).commands
+    return {
+        name: [p for p in command.params if p.param_type_name == "option" and (name, p.name) not in SLOW]
+        for name, command in commands.items()
+    }
 
 
 def mutate_options(draw: DrawFn, base: Path, case: Case) -> None:
@@ -90,20 +72,20 @@ def mutate_options(draw: DrawFn, base: Path, case: Case) -> None:
     case.argv = [argument(text) for text in argv]
 
 
-def _mutated(draw: DrawFn, choices: list[tuple[Option, str]], argv: list[str]) -> tuple[str, list[str]]:
+def _mutated(draw: DrawFn, choices: list[Option], argv: list[str]) -> tuple[str, list[str]]:
     kind = weighted(draw, KINDS)
     if kind in ("option", "bare") and choices:
-        option, types = pick(draw, choices)
+        option = pick(draw, choices)
         name = pick(draw, (*option.opts, *option.secondary_opts))
         if kind == "bare" or option.is_flag:
             return f"{name} alone", [*argv, name]
-        value = draw(anything if chance(draw, 15) else values(option, types))
+        value = draw(anything)
         return f"{name} = {shown(value)}", [*argv, *([f"{name}={value}"] if chance(draw, 70) else [name, value])]
     if kind == "missing" and len(argv) > 1:
         place = pick(draw, range(1, len(argv)))
         return f"{shown(argv[place])} left out", [*argv[:place], *argv[place + 1 :]]
     if kind == "positional" and len(argv) > 1 and not argv[1].startswith("-"):
-        value = draw(places | texts)
+        value = draw(anything)
         return f"first argument {shown(value)}", [argv[0], value, *argv[2:]]
     value = draw(unknown | anything)
     return f"{shown(value)} added", [*argv, value]

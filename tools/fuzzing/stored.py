@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
-from fuzzing.damage import BAD, LOST, ODD, damage_entry, damage_file, damage_tensors, parsed, seal, write_tensors
-from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, texts, weighted
-from hypothesis.strategies import DrawFn, sampled_from
+from fuzzing.damage import BAD, LOST, ODD, damage_entry, damage_file, damage_tensors, edit_record, parsed, seal
+from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, weighted
+from hypothesis.strategies import DrawFn
 
 Refusing = tuple[str, ...]  # commands that must refuse a run
 READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
@@ -25,29 +25,8 @@ MODEL_LINES = {
     "check": "check c.yaml",
     "train": "train c.yaml",
 }
-MODEL_DAMAGE = {"tensors": 11, "tree": 30, "sharded": 8, "export": 7}
+MODEL_DAMAGE = {"tensors": 11, "tree": 30, "export": 7}
 WEIGHTS = "model.safetensors"
-# Keys of config.json and generation_config.json that a library acts on, and JSON that means something to one of them.
-KEYS = listed("""
-    auto_map  architectures  model_type  quantization_config  rope_parameters  rope_scaling  dtype  hidden_act
-    rms_norm_eps  attention_dropout  eos_token_id  pad_token_id  tie_word_embeddings  layer_types  attn_implementation
-    head_dim  id2label  transformers_version  num_labels  temperature  do_sample  stop_strings  max_length  hidden_size
-    intermediate_size  num_hidden_layers  num_attention_heads  num_key_value_heads  vocab_size
-""")
-POINTED = listed(r"""
-    {"AutoConfig": 5}  {"AutoConfig": ["a", null]}  {"AutoModelForCausalLM": "../../x.py--y.Z"}  [5]  [null]  "nosuch"
-    ["NoSuchModel"]  ["LlamaForSequenceClassification"]  "bert"  "../llama"  "gpt2"  "mamba"  {"quant_method": "gptq"}
-    {"quant_method": "compressed-tensors"}  {"quant_method": "compressed-tensors", "config_groups": []}  [[1]]
-    {"quant_method": 5}  {"rope_type": "yarn"}  {"rope_theta": "x"}  {"rope_theta": 0}  {"rope_theta": 1e400}
-    {"type": "linear"}  {"rope_type": "yarn", "factor": -1}  {"rope_type": 5}  "float99"  "int8"  "float64"  [1, null]
-    "__class__"  ["nosuch", "nosuch"]  {"x": 1}  999999  -1  0  1000000000  1.5  "64"
-""")
-CHAT_TEMPLATES = listed(r"""
-    {% for  {{ x.y.z }}  {{ messages[99].content }}  {{ raise_exception('no \u001b[31m') }}  {{ 1 / 0 }}  plain  \ud800
-    {{ 'a' * 99999999999 }}  {% for i in range(99999999999) %}{% endfor %}  {{ messages.__class__.__mro__ }}
-    {{ ''.format.__globals__ }}  {{ '\ud800' }}  {% include 'x' %}  {% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
-    {{ messages[0]['content'] + 5 }}  {{ strftime_now(5) }}
-""")
 
 
 # --- models and exports
@@ -66,8 +45,6 @@ def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
         what, refuse = _damaged_export(draw, model)
         command = pick(draw, ("generate", "eval"))
     else:
-        if variant == "sharded":
-            _shard(model)
         what = _damaged_tree(draw, model)
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(config()))
     case.mutation, case.argv = f"model {variant}: {what}", shlex.split(MODEL_LINES[command])
@@ -76,33 +53,15 @@ def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
         case.argv += pick(draw, ([], ["--no-verify-digests"]))
 
 
-def _shard(model: Path) -> None:
-    """Two shards and an index in place of one file."""
-    from safetensors.torch import load_file
-
-    tensors, files = load_file(model / WEIGHTS), [f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
-    (model / WEIGHTS).unlink()
-    weight_map = {name: files[number % 2] for number, name in enumerate(sorted(tensors))}
-    for file in files:
-        write_tensors(model / file, {name: tensors[name] for name in tensors if weight_map[name] == file})
-    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
-    (model / f"{WEIGHTS}.index.json").write_text(json.dumps(index, indent=1))
-
-
 def _damaged_tree(draw: DrawFn, model: Path) -> str:
-    """Damage something in a model's directory: a file, an entry, a key of a document, or a template."""
-    kind = pick(draw, ("file", "file", "entry", "key", "key", "key", "template"))
-    if kind == "template":
-        template = draw(sampled_from(CHAT_TEMPLATES) | texts)
-        (model / "chat_template.jinja").write_bytes(template.encode("utf-8", "surrogatepass"))
-        return f"chat template {shown(template)}"
+    """Damage something in a model's directory: a file, an entry, or a key of a document."""
+    kind = pick(draw, ("file", "file", "entry", "key", "key", "key"))
     if kind != "key":
         return _damaged_path(draw, sorted(model.iterdir()), files=kind == "file")
     path = pick(draw, sorted(model.glob("*config.json")))
-    data = json.loads(path.read_text())
-    key, value = draw(sampled_from(KEYS) | sampled_from(list(data))), draw(sampled_from(POINTED) | json_values)
-    path.write_text(json.dumps(data | {key: "@0@"}, indent=1).replace('"@0@"', value))
-    return f"{path.name} {key} = {shown(value)}"
+    what, text = edit_record(draw, json.loads(path.read_text()), draw(json_values))
+    path.write_text(text)
+    return f"{path.name} {what}"
 
 
 def _damaged_path(draw: DrawFn, paths: list[Path], files: bool) -> str:

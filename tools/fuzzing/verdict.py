@@ -7,11 +7,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fuzzing.case import GIB, Case, Outcome
+from fuzzing.case import Case, Outcome
 from fuzzing.values import shown
 from harness import aligned, environment
 
-FAULTS = ("traceback", "hang", "signal", "memory", "exit code", "output", "silent", "untrainable")
+FAULTS = ("traceback", "hang", "signal", "exit code", "output", "silent", "untrainable")
 LONGEST_LINE = 20_000  # characters; nobody reads a longer line of an error
 MEMBER_FAILED = ("compare",)  # commands whose exit code 1 is documented: a member failed, a reader disagrees
 TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
@@ -39,13 +39,11 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
     err, out = texts
     said = next((line for line in err.splitlines() if line.startswith("error: ")), "no line `error: ...`")[:300]
     if outcome.timed_out:
-        return Verdict("bad", "hang", f"still running after {case.limit_s:g} s")
+        return Verdict("bad", "hang", f"more than {case.limits[0]:g} s")
     if TRACEBACK.search(err) or TRACEBACK.search(out):
         return Verdict("bad", "traceback", "a traceback was printed")
     if outcome.code < 0:
         return Verdict("bad", "signal", f"signal {-outcome.code}")
-    if outcome.memory > case.memory_limit:
-        return Verdict("bad", "memory", f"held {outcome.memory / GIB:.1f} GiB more than at its start")
     if strange := _strange(out, err):
         return Verdict("bad", "output", strange)
     if outcome.code == 0:
@@ -105,7 +103,7 @@ def describe(seed: str, result: Result, lines: int = 8) -> str:
             f"{verdict.status.upper()} {verdict.fault}  --seed {seed} --only {case.name}  {shown(verdict.detail, 300)}",
             f"  mutation: {shown(case.mutation, 300)}",
             f"  qarl {shown(shlex.join(case.argv), 400)}",
-            f"  exit code {outcome.code}, {outcome.seconds:.1f} s, {outcome.memory / 2**20:.0f} MiB",
+            f"  exit code {outcome.code}, {outcome.seconds:.1f} s",
             *(f"  | {shown(line, 200)}" for line in last),
         ]
     )
@@ -116,16 +114,14 @@ class Tally:
 
     def __init__(self, seed: str) -> None:
         self.seed = seed
-        self.kinds: dict[str, Counter[str]] = {}  # among the counts: wall seconds
-        self.commands: dict[str, Counter[str]] = {}
-        self.total = Counter[str]()
+        self.counts: dict[str, Counter[str]] = {}  # kind, `qarl COMMAND` or `all` -> counts, and wall seconds
         self.bad: list[str] = []
 
     def add(self, result: Result) -> None:
         """Count one."""
         case, verdict = result.case, result.verdict
-        own = self.commands.setdefault(case.command if case.command.isalpha() else "-", Counter())
-        for counts in (self.kinds.setdefault(case.kind, Counter()), own, self.total):
+        for name in (case.kind, f"qarl {case.command if case.command.isalpha() else '-'}", "all"):
+            counts = self.counts.setdefault(name, Counter())
             counts.update(["cases", verdict.status, *filter(None, [verdict.fault])])
             counts["seconds"] += result.outcome.seconds
         if verdict.status == "bad":
@@ -134,11 +130,11 @@ class Tally:
     def table(self) -> str:
         """The counts as text."""
         columns = ["cases", "accepted", "refused", "bad", *FAULTS, "seconds"]
-        groups = [*sorted(self.kinds.items()), *sorted(self.commands.items()), ("all", self.total)]
+        groups = sorted(self.counts.items(), key=lambda group: (group[0] == "all", group[0].startswith("qarl"), group))
         rows = [[name, *(f"{counts[column]:.0f}" for column in columns)] for name, counts in groups]
         return "\n".join(aligned([["", *columns], *rows]))
 
     def record(self, command: str, seconds: float) -> dict[str, Any]:
         """The counts as JSON."""
         about = {"command": command, "environment": environment(), "seed": self.seed, "seconds": seconds}
-        return about | {"total": self.total, "kinds": self.kinds, "commands": self.commands, "bad": self.bad}
+        return about | {"counts": self.counts, "bad": self.bad}
