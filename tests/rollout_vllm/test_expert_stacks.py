@@ -15,8 +15,6 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
 
-from qarl.rollout.vllm.own_kernels import loading
-from qarl.rollout.vllm.own_kernels.graph_tensors import scale_permutations, use_scale_permutations
 from qarl.rollout.vllm.own_kernels.loaded_model import UNSENT, LoadedModel
 from qarl.utils.expert_names import expert_stacks
 from qarl.weight_sync.expert_tensors import join_experts, part_experts
@@ -28,8 +26,6 @@ COUNT, HIDDEN, INNER = 3, 128, 64
 LEAVES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
 CASES = [
     ("w4a16", 32, "group", True),  # as vLLM 0.24 has packed int4
-    ("w4a16", 32, "group", False),
-    ("w4a16", -1, "channel", True),
     ("w8a8", None, "channel", False),
     ("fp8", None, "channel", False),
     ("nvfp4a16", None, "group", False),
@@ -149,17 +145,6 @@ def test_stacks_load_the_same_tensors_as_vllms_loaders(name, group, strategy, tr
     assert addresses == {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
 
 
-def test_parameters_of_other_shapes_are_left_to_vllms_loaders() -> None:
-    tensors = published("w4a16", 32, 0)
-    layer = started(tensors, "group", False)
-    held = {name: parameter.clone() for name, parameter in layer.named_parameters()}
-    padded = {name: torch.cat((tensor, tensor)) if "w2" in name else tensor for name, tensor in tensors.items()}
-    assert not reload_by_stacks(layer, padded)
-    assert all(torch.equal(parameter, held[name]) for name, parameter in layer.named_parameters())
-    missing = {name.replace("weight_scale", "weight_zero"): tensor for name, tensor in tensors.items()}
-    assert not reload_by_stacks(layer, missing)
-
-
 def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeypatch) -> None:
     import vllm.config
 
@@ -182,24 +167,3 @@ def test_a_publish_gives_stacks_to_layers_and_calls_no_loader_of_experts(monkeyp
             assert torch.equal(layer.get_parameter(name), parameter), name
     with pytest.raises(PublishError, match="routed_experts"):
         held.check(2, expected[0])  # sent again, and the layer stays as it was
-
-
-@pytest.mark.parametrize("group", [32, -1])
-def test_marlin_orders_scales_by_tensors_that_were_there_before(group) -> None:
-    from vllm.model_executor.layers.quantization.utils import marlin_utils
-
-    scales = torch.rand(HIDDEN // 32 if group > 0 else 1, HIDDEN)
-    expected = marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group)
-    lists, orders = marlin_utils.get_scale_perms, scale_permutations(torch.device("cpu"))
-    with use_scale_permutations(orders):
-        assert marlin_utils.get_scale_perms() is orders  # nothing is made when it asks
-        assert torch.equal(marlin_utils.marlin_permute_scales(scales, HIDDEN, HIDDEN, group), expected)
-    assert marlin_utils.get_scale_perms is lists
-
-
-def test_a_reload_makes_the_orders_once(monkeypatch) -> None:
-    made = []
-    monkeypatch.setattr(loading, "scale_permutations", lambda device: made.append(device) or ())
-    loader = loader_of(nn.Module(), SimpleNamespace(plain=frozenset(), units={}), {})
-    assert not made  # a start may have nothing that is repacked
-    assert loader._permutations is loader._permutations and len(made) == 1

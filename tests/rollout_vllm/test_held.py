@@ -107,11 +107,6 @@ def test_only_plain_layers_are_written_and_in_place(model, held) -> None:
         held.write({"layers.0.q_proj.bias": new["layers.0.q_proj.bias"]})
 
 
-def test_a_published_layer_that_the_model_lacks_is_named(model) -> None:
-    with pytest.raises(PublishError, match=r"no layer for 'layers\.1\.o_proj\.weight'"):
-        LoadedModel(model, prints(snapshot() | {"layers.1.o_proj.weight": torch.zeros(2, 2)}))
-
-
 def test_the_first_version_and_a_new_one_pass_when_they_are_loaded(model, held) -> None:
     held.check(0, prints(snapshot()))
     model.load(snapshot(1))
@@ -134,17 +129,9 @@ def swap_rows(model: Model) -> None:
     weight[:, 6:8], weight[:, 8:10] = weight[:, 8:10].clone(), weight[:, 6:8].clone()
 
 
-def flip_a_bit(model: Model) -> None:
-    model.embed.weight.view(torch.int16)[3, 5] ^= 1
-
-
 def last_bit_of_a_scale(model: Model) -> None:
     """Less than the published dtype can hold, so that rounding would hide it."""
     model.layers[0].qkv_proj.weight_scale.view(torch.int32)[7] ^= 1
-
-
-def round_a_scale(model: Model) -> None:
-    model.layers[0].qkv_proj.weight_scale[7] *= 1.01
 
 
 @pytest.mark.parametrize(
@@ -152,26 +139,15 @@ def round_a_scale(model: Model) -> None:
     [
         (keep("norm.weight"), "'norm.weight' differs in vLLM"),
         (keep("layers.0.qkv_proj.weight_scale"), "'layers.0.q_proj.weight_scale' differs in vLLM"),
-        (keep("layers.0.qkv_proj.bias"), "'layers.0.q_proj.bias' differs in vLLM"),
         (swap_rows, "'layers.0.k_proj.weight' differs in vLLM"),
-        (round_a_scale, "'layers.0.k_proj.weight_scale' differs in vLLM"),
         (last_bit_of_a_scale, "'layers.0.k_proj.weight_scale' differs in vLLM"),
-        (flip_a_bit, "'embed.weight' differs in vLLM"),
     ],
-    ids=["dropped norm", "stale scales", "stale bias", "swapped rows", "a scale", "a scale's bit", "a bit"],
+    ids=["dropped norm", "stale scales", "swapped rows", "a scale's bit"],
 )
 def test_a_wrong_load_is_refused_with_the_tensors_name(model, held, change, what) -> None:
     model.load(snapshot(1))
     change(model)
     with pytest.raises(PublishError, match=f"publish of version 1: {what}"):
-        held.check(1, prints(snapshot(1)))
-
-
-def test_an_opaque_layer_that_was_dropped_is_named(model, held) -> None:
-    model.load(snapshot(1))
-    keep("layers.0.hidden.packed")(model)
-    keep("layers.0.hidden.scales")(model)
-    with pytest.raises(PublishError, match=r"layer 'layers\.0\.hidden' did not change with its weights"):
         held.check(1, prints(snapshot(1)))
 
 
@@ -186,8 +162,3 @@ def test_an_opaque_layer_is_compared_with_the_last_version_and_not_with_the_firs
     held.check(1, prints(snapshot(1)))
     with pytest.raises(PublishError, match="did not change with its weights"):
         held.check(2, prints(snapshot(1) | {"layers.0.hidden.weight": snapshot()["layers.0.hidden.weight"]}))
-
-
-def test_a_fault_of_a_blind_layer_is_left_to_the_canary(model, held) -> None:
-    changed = snapshot() | {"layers.0.library.weight": snapshot(1)["layers.0.library.weight"]}
-    held.check(1, prints(changed))

@@ -1,20 +1,14 @@
 """The experts of each token of a request, assembled from the rows of vLLM's batches."""
 
-from contextlib import nullcontext
-from dataclasses import replace
 from types import SimpleNamespace
 
-import fake_sampler
 import numpy as np
 import pytest
 import torch
-from needs_vllm import needs_vllm
 from torch import Tensor
 
-from qarl.errors import UserError
 from qarl.policy.routes import numbers_of
-from qarl.rollout.vllm import host
-from qarl.rollout.vllm.recording import RoutingBuffer, RoutingRecorder, record_forwards
+from qarl.rollout.vllm.recording import RoutingRecorder, record_forwards
 
 LAYERS, PER_TOKEN = 3, 2
 
@@ -91,45 +85,3 @@ def test_an_empty_step_is_not_recorded_and_the_runner_is_restored() -> None:
     assert "execute_model" not in vars(runner)
     (rows,) = recording.routing([[7, 8]])
     assert rows.tolist() == [[[1, 2]] * LAYERS]
-
-
-def routed(monolithic: bool, buffers: bool) -> torch.nn.Module:
-    """A model of two layers as vLLM has them, whose routers have chosen."""
-    layers = torch.nn.ModuleList()
-    for at in range(2):
-        runner = torch.nn.Module()
-        runner.routed_experts = torch.nn.Module()
-        runner.routed_experts.quant_method = SimpleNamespace(is_monolithic=monolithic)
-        runner.routed_experts.moe_config = SimpleNamespace(num_experts=4)
-        runner.router = SimpleNamespace(capture_fn=None)
-        if buffers:
-            runner.router.capture_fn = RoutingBuffer(4, 2)
-            runner.router.capture_fn(torch.tensor([[3 + at, 1], [0, 2 + at]]))
-        layers.append(runner)
-    return layers
-
-
-@needs_vllm
-def test_routers_give_the_layers_in_order_and_refuse_kernels_that_route_inside() -> None:
-    from qarl.rollout.vllm.own_kernels.numerics import routers_of
-
-    assert routers_of(routed(False, True))(2).tolist() == [[[1, 3], [1, 4]], [[0, 2], [0, 3]]]
-    with pytest.raises(UserError, match=r"rollout\.numerics=exact"):
-        routers_of(routed(True, True))
-    with pytest.raises(ValueError, match="without qarl's buffers"):
-        routers_of(routed(False, False))
-
-
-@needs_vllm
-@pytest.mark.parametrize("asked", [False, True])
-def test_kernels_that_route_inside_are_refused_at_the_start_if_routing_is_needed(tmp_path, monkeypatch, asked) -> None:
-    from qarl.rollout.vllm.own_kernels.numerics import routers_of
-
-    monkeypatch.setattr(host, "start_vllm", lambda *_: SimpleNamespace(collective_rpc=lambda _: [None]))
-    monkeypatch.setattr(host, "vllm_environment", lambda *_: {})
-    monkeypatch.setattr(host, "keep_compiled_code_private", lambda: None)
-    numerics = SimpleNamespace(started=lambda *_: None, experts=lambda: (routers_of(routed(True, True)), 4))
-    monkeypatch.setattr(host, "numerics_of", lambda settings: numerics)
-    settings = replace(fake_sampler.settings(tmp_path), on_gpu=True, routing=asked)
-    with pytest.raises(UserError, match=r"model\.routing: vLLM's kernel") if asked else nullcontext():
-        host.Host(settings, {})
