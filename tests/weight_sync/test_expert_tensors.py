@@ -81,9 +81,3 @@ def test_experts_that_are_not_all_alike_stay_as_they_are(other) -> None:
     apart = [n for n in tensors if n.endswith(("gate_proj.weight", "up_proj.weight"))]
     assert all(joined[n] is tensors[n] for n in apart)
     assert f"{EXPERTS}.w13.weight" not in joined and f"{EXPERTS}.w2.weight" in joined
-
-
-def test_a_model_without_experts_is_unchanged() -> None:
-    tensors = {"model.layers.0.mlp.up_proj.weight": torch.zeros(2, 2), "lm_head.weight": torch.zeros(2, 2)}
-    assert join_experts(tensors) == tensors
-    assert dict(part_experts(tensors.items(), {})) == tensors

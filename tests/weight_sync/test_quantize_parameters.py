@@ -4,7 +4,6 @@ import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.rows import adjacent
-from qarl_formats.scheme import Scheme
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -63,61 +62,22 @@ def test_the_snapshot_equals_that_of_single_masters(scheme: str, kernels: bool) 
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("value", [torch.nan, torch.inf, 3.4e38])
-@pytest.mark.parametrize("first", list(SHAPES)[:-1])
-def test_the_first_master_that_is_not_finite_is_named(first: str, value: float, kernels: bool) -> None:
+@pytest.mark.parametrize("first", ["model.embed_tokens.weight", "model.layers.0.mlp.down_proj.weight"])
+def test_the_first_master_that_is_not_finite_is_named(first: str, kernels: bool) -> None:
     values, of = masters(), scheme_of("w4a16")
     for name in list(SHAPES)[list(SHAPES).index(first) : -1]:
-        values[name].view(-1)[1] = value
-
-    def message(make) -> str:
-        with pytest.raises(UserError, match="quantize version 3") as caught:
-            make()
-        return str(caught.value)
-
-    if value == 3.4e38 and of(first) is not None:  # finite, if its scale is
-        values = masters() | {first: values[first]}
-        assert (
-            quantize_parameters(values, of, torch.bfloat16, 3, kernels).manifest()
-            == one_by_one(values, of, kernels).manifest()
-        )
-        return
-    assert message(lambda: quantize_parameters(values, of, torch.bfloat16, 3, kernels)) == message(
-        lambda: one_by_one(values, of, kernels)
-    )
+        values[name].view(-1)[1] = torch.nan
+    with pytest.raises(UserError, match=f"quantize version 3: {first}") as together:
+        quantize_parameters(values, of, torch.bfloat16, 3, kernels)
+    with pytest.raises(UserError) as apart:
+        one_by_one(values, of, kernels)
+    assert str(together.value) == str(apart.value)
 
 
 def test_a_shape_that_does_not_fit_is_refused_by_name() -> None:
     values = {"a_proj.weight": torch.zeros(4, 40)}
     with pytest.raises(UserError, match=r"quantize version 3: a_proj\.weight"):
         quantize_parameters(values, scheme_of("w4a16"), torch.bfloat16, 3)
-
-
-def test_shared_scales_reach_their_weights() -> None:
-    seen: dict[str, Tensor | None] = {}
-
-    class Recording:
-        quantized = True
-
-        def __init__(self, scheme: Scheme, name: str) -> None:
-            self.scheme, self.name = scheme, name
-
-        def __getattr__(self, name: str):
-            return getattr(self.scheme, name)
-
-        def quantize(self, weight: Tensor, kernels: bool, shared: Tensor | None):
-            seen[self.name] = shared
-            return self.scheme.quantize(weight, kernels, None)
-
-    made, scale = make_scheme("fp8"), torch.ones(())
-    values = {name: value for name, value in masters().items() if name.endswith("_proj.weight")}
-    up, down = values
-    quantize_parameters(values, lambda name: Recording(made, name), torch.bfloat16, 3, False, {up: scale})
-    assert seen[up] is scale and seen[down] is None
-
-
-def test_no_masters_make_an_empty_snapshot() -> None:
-    assert quantize_parameters({}, scheme_of("fp8"), torch.bfloat16, 0).tensors == {}
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")
@@ -182,13 +142,6 @@ def test_runs_are_of_neighbours_and_no_longer_than_asked() -> None:
     apart = values | {stacks[1][2]: values[stacks[1][2]].clone()}
     assert list(adjacent_runs(stacks[1], apart, of)) == []
     assert list(adjacent_runs(stacks[1], values, lambda name: None if "experts.1." in name else of(name))) == []
-
-
-def test_of_masters_quantized_at_once_the_one_that_is_not_finite_is_named() -> None:
-    (values, stacks), of = experts(), scheme_of("w8a8")
-    values[stacks[0][3]][5, 7] = torch.nan
-    with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
-        quantize_parameters(values, of, torch.bfloat16, 3, groups=stacks)
 
 
 @pytest.mark.parametrize("scheme", scheme_names())

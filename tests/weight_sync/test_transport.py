@@ -6,11 +6,10 @@ import os
 import pickle
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
-from far_side import Sampler, ragged, random_bytes
+from far_side import ragged, random_bytes
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
@@ -26,7 +25,8 @@ from qarl.weight_sync.transport import (
     MemoryFileTransport,
     Payload,
 )
-from qarl.weight_sync.update import delta
+
+# --- a file in memory
 
 
 @pytest.fixture(scope="module")
@@ -36,42 +36,16 @@ def transport() -> Iterator[MemoryFileTransport]:
     made.close()
 
 
-@pytest.fixture(scope="module")
-def sampler(transport: MemoryFileTransport) -> Iterator[Sampler]:
-    made = Sampler(transport.plan)
-    yield made
-    assert made.close() == 0
-
-
-# --- a file in memory, a real process
-
-
-@pytest.mark.slow
-def test_every_dtype_and_size_arrives_in_another_process_in_order(sampler, transport) -> None:
-    tensors = ragged()
-    found = sampler.sent(transport, tensors)
-    assert found == fingerprints(tensors.items()) and list(found) == list(tensors)
-    for count in (10, 1, 1 << 20, 3):  # smaller and larger ones in the same file
-        tensors = {"a": random_bytes((count,), torch.int32, seed=count), "b": torch.ones(2)}
-        assert sampler.sent(transport, tensors) == fingerprints(tensors.items())
-    assert sampler.sent(transport, {}) == {}
-
-
-@pytest.mark.slow
-def test_patches_arrive(sampler, transport) -> None:
-    old = ragged()
-    new = old | {"last": old["last"].clone().index_fill_(0, torch.tensor([500]), 2.0)}
-    sent = delta(new, fingerprints(new.items()), old, fingerprints(old.items()))
-    assert list(sent) == ["last#patch"]
-    assert sampler.sent(transport, sent) == fingerprints(sent.items())
-
-
-# --- a file in memory, both ends here
-
-
 @pytest.fixture
 def receiver(transport: MemoryFileTransport) -> MemoryFileReceiver:
     return MemoryFileReceiver(transport.fd)
+
+
+def test_every_dtype_and_size_arrives_in_order(transport, receiver) -> None:
+    for count in (10, 1, 1 << 20, 3):  # smaller and larger ones in the same file
+        tensors = ragged() | {"a": random_bytes((count,), torch.int32, seed=count), "b": torch.ones(2)}
+        taken = dict(receiver.take(transport.pack(tensors)))
+        assert fingerprints(taken.items()) == fingerprints(tensors.items()) and list(taken) == list(tensors)
 
 
 def test_tensors_arrive_contiguous_aligned_and_outlive_the_iterator(transport, receiver) -> None:
@@ -144,13 +118,3 @@ def test_torch_gets_back_the_fields_of_a_shared_tensor(source: int, monkeypatch:
     receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", source))
     assert list(receiver.take(payload)) == [("a", torch.device("cuda", 0))]
     assert taken == [(*given[:6], source, *given[7:])]  # the GPU's number is the receiver's own
-
-
-def test_a_counter_of_a_receiver_is_read_where_torch_keeps_it() -> None:
-    counters = torch.tensor([0, 1, 0, 2, 0, 0, 0, 0, 0, 5, 0])
-    _, name, _ = counters.untyped_storage()._share_filename_cpu_()  # as torch shares the counters of CUDA IPC
-    blank = CudaHandle((1,), 0, 0, b"", 1, 0, name, 0, b"", False)
-    handles = [replace(blank, slot=slot) for slot in range(len(counters))]
-    assert [CudaIpcTransport((0,))._awaited(handle) for handle in handles] == (counters > 0).tolist()
-    del counters
-    assert not CudaIpcTransport((0,))._awaited(replace(blank, counter=b"/torch_no_such_file", slot=1))
