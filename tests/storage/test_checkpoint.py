@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import random
-import resource
 import signal
 import socket
 import subprocess
@@ -89,7 +88,6 @@ def flip(path: Path) -> None:
 DAMAGE = {
     "flipped state byte": (lambda c: flip(c / "state.json"), "state.json: the digest"),
     "missing manifest": (lambda c: (c / "manifest.json").unlink(), "manifest.json: missing"),
-    "empty manifest": (lambda c: os.truncate(c / "manifest.json", 0), "manifest.json: not valid JSON"),
 }
 
 
@@ -121,9 +119,7 @@ def test_if_all_are_damaged_or_of_another_format_the_user_is_told_the_fix(tmp_pa
 
 
 # Of masters, state, manifest and the directory, the first that fails.
-@pytest.mark.parametrize(
-    ("files", "code"), [(0, errno.EDQUOT), (1, errno.EIO), (2, errno.ENOSPC), (3, errno.ENOSPC), (3, errno.EIO)]
-)
+@pytest.mark.parametrize(("files", "code"), [(0, errno.EDQUOT), (2, errno.EIO), (3, errno.ENOSPC)])
 def test_a_failing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, files, code):
     checkpoints = store(tmp_path, 1)
     checkpoints.save(1, whole_pieces(small(1)), {"step": 1})
@@ -138,31 +134,6 @@ def test_a_failing_disk_leaves_only_the_previous_checkpoint(tmp_path, monkeypatc
     assert_is_step(checkpoints.latest_valid(pytest.fail), 1)
 
 
-def test_a_write_that_fails_halfway_is_a_user_error_and_leaves_nothing(tmp_path):
-    checkpoints = store(tmp_path)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))  # the masters take 16 KiB
-    try:
-        with pytest.raises(UserError, match="File too large"):
-            checkpoints.save(1, whole_pieces(small(1)), {})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(checkpoints.directory.iterdir()) == []
-
-
-def dead_pid() -> int:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    return child.pid
-
-
-def leftover(tmp_path: Path, pid: int, host: str | None) -> Path:
-    path = tmp_path / "checkpoints" / f".tmp-000007-{pid}-{host or socket.gethostname()}"
-    path.mkdir(parents=True)
-    (path / "state.json").write_text("{}")
-    return path
-
-
 @pytest.mark.parametrize(
     ("process", "host", "age_s", "stays"),
     [
@@ -173,19 +144,22 @@ def leftover(tmp_path: Path, pid: int, host: str | None) -> Path:
     ],
 )
 def test_leftovers_are_removed_unless_their_process_may_live(tmp_path, process, host, age_s, stays):
-    path = leftover(tmp_path, os.getppid() if process == "alive" else dead_pid(), host)
-    for entry in (path / "state.json", path):
-        os.utime(entry, (time.time() - age_s,) * 2)
+    child = subprocess.Popen(["true"])
+    child.wait()
+    pid = os.getppid() if process == "alive" else child.pid
+    path = tmp_path / "checkpoints" / f".tmp-000007-{pid}-{host or socket.gethostname()}"
+    path.mkdir(parents=True)
+    os.utime(path, (time.time() - age_s,) * 2)
     store(tmp_path)
     assert path.exists() == stays
 
 
 def test_kill_9_at_random_points_always_leaves_the_last_finished_checkpoint(tmp_path):
-    # Forks, because eight imports of torch would take longer than the rest of the test.
+    # Forks, because five imports of torch would take longer than the rest of the test.
     rng = random.Random(0)
     directory = tmp_path / "checkpoints"
     finished = 0
-    for _ in range(8):
+    for _ in range(5):
         read_end, write_end = os.pipe()
         pid = os.fork()
         if pid == 0:

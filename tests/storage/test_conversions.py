@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 from full_disk import fill_disk
 
-from qarl.errors import UserError
 from qarl.inputs import files
 from qarl.storage import conversions as module
 from qarl.storage.conversions import conversions_directory, converted
@@ -87,30 +86,18 @@ def flip(entry: Path) -> None:
     (entry / "b.bin").write_bytes(data)
 
 
-def plant(entry: Path) -> None:
-    (entry / "generation_config.json").write_text("{}")  # transformers would read it
-
-
 DAMAGES: list[Callable[[Path], None]] = [
     flip,
-    plant,
     lambda entry: (entry / "a.json").unlink(),
-    lambda entry: (entry / "a.json").write_text(""),
     lambda entry: (entry / "manifest.json").unlink(),
-    lambda entry: (entry / "manifest.json").write_text("[]"),
-    lambda entry: (entry / "manifest.json").write_text('{"format_version": 1, "files": {"../x": {}}}'),
     lambda entry: (shutil.rmtree(entry), entry.write_text("a file")),
-    lambda entry: (shutil.rmtree(entry), entry.mkdir()),
 ]
 
 
-@pytest.mark.parametrize("same_process", [False, True])
 @pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
-def test_a_damaged_entry_is_made_again(kept, damage, same_process):
+def test_a_damaged_entry_is_made_again(kept, damage):
     entry = kept.convert()
     damage(entry)
-    if not same_process:
-        kept.fresh()
     assert kept.convert() == entry and kept.reads == 2
     assert (entry / "a.json").read_text() == "WEIGHTS" and (entry / "b.bin").read_bytes() == b"\0" * 5000
     assert sorted(path.name for path in entry.iterdir()) == ["a.json", "b.bin", "manifest.json"]
@@ -139,44 +126,19 @@ def test_nothing_is_converted_if_the_disk_has_no_space(kept, monkeypatch, caplog
     assert kept.convert(size=99) is not None
 
 
-def test_a_failed_conversion_is_reported_and_leaves_nothing(kept, caplog):
-    def read() -> str:
-        raise UserError("model.path: damaged")
-
-    def write(value: str, directory: Path) -> None:
-        raise Exception("No space left on device (os error 28)")  # as tokenizers reports it
-
-    with pytest.raises(UserError, match="damaged"):
-        converted(kept.source, "model", {}, read, lambda value, directory: None, 0)
-    assert converted(kept.source, "model", {}, lambda: "x", write, 0) is None
-    assert "os error 28" in warnings(caplog)[0] and list(kept.root.iterdir()) == []
-
-
-@pytest.mark.parametrize("refusal", [errno.EACCES, errno.EROFS])
-def test_an_unwritable_directory_is_reported(kept, monkeypatch, caplog, refusal):
+def test_an_unwritable_directory_is_reported(kept, monkeypatch, caplog):
     def mkdir(self, *arguments, **options):
-        raise OSError(refusal, os.strerror(refusal), str(self))
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
     assert kept.convert() is None and kept.reads == 0
-    assert os.strerror(refusal).lower() in warnings(caplog)[0]
+    assert "read-only file system" in warnings(caplog)[0]
 
 
-@pytest.mark.parametrize("name", ["a\udcff" * 300, "x" * 5000])
-def test_a_name_that_no_directory_can_have_is_reported(kept, monkeypatch, caplog, name):
-    monkeypatch.setenv("QARL_CACHE", name)
-    assert kept.convert() is None and "QARL_CACHE" in warnings(caplog)[0]
-
-
-def test_a_directory_that_is_none_or_that_others_can_write_is_not_used(kept, caplog, monkeypatch):
-    kept.root.parent.mkdir()
-    kept.root.write_text("")
-    assert kept.convert() is None and "file exists" in warnings(caplog)[0]
-    kept.root.unlink()
+def test_a_directory_that_others_can_write_is_not_used(kept, caplog, monkeypatch):
     kept.convert()
-    for mode in (0o770, 0o702):
-        kept.root.chmod(mode)
-        assert kept.convert() is None and "other users may write it" in warnings(caplog)[1]
+    kept.root.chmod(0o770)
+    assert kept.convert() is None and "other users may write it" in warnings(caplog)[0]
     kept.root.chmod(0o700)
     if os.geteuid() == 0:
         os.chown(kept.root, 65534, 65534)
@@ -186,20 +148,6 @@ def test_a_directory_that_is_none_or_that_others_can_write_is_not_used(kept, cap
 
 
 # --- several processes
-
-
-def test_the_entry_of_a_faster_process_is_used_only_if_it_is_intact(kept):
-    entry = kept.convert()
-    for damaged in (False, True):
-        temporary = kept.root / "temporary"
-        shutil.copytree(entry, temporary)
-        if damaged:
-            flip(entry)
-        inode = entry.stat().st_ino
-        module._publish(temporary, entry)
-        assert (entry.stat().st_ino == inode) != damaged
-        assert module._intact(entry)
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 PROCESS = """
@@ -230,41 +178,16 @@ def test_processes_that_convert_at_the_same_time_end_with_one_entry(kept, tmp_pa
     assert len(list(kept.root.iterdir())) == 1
 
 
-def temporary_of(pid: int) -> str:
-    return f".tmp-{'0' * 64}-{pid}-{socket.gethostname()}"
-
-
-def dead_pid() -> int:
-    dead = subprocess.Popen(["true"])
-    dead.wait()
-    return dead.pid
-
-
 def test_the_next_conversion_removes_what_a_killed_one_left(kept):
     kept.root.mkdir(parents=True, mode=0o700)
-    left, live = kept.root / temporary_of(dead_pid()), kept.root / temporary_of(os.getppid())
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    left, live = (kept.root / f".tmp-{'0' * 64}-{pid}-{socket.gethostname()}" for pid in (dead.pid, os.getppid()))
     for directory in (left, live):
         directory.mkdir()
         (directory / "part").write_text("x")
     kept.convert()
     assert not left.exists() and live.exists()
-
-
-@pytest.mark.parametrize("writer_lives", [True, False])
-def test_a_temporary_directory_may_disappear_while_it_is_examined(kept, monkeypatch, writer_lives):
-    left, is_dir = kept.root / temporary_of(os.getppid() if writer_lives else dead_pid()), Path.is_dir
-    left.mkdir(parents=True)
-    kept.root.chmod(0o700)
-
-    def going(path: Path) -> bool:
-        found = is_dir(path)
-        if path == left and found:
-            left.rmdir()
-        return found
-
-    monkeypatch.setattr(Path, "is_dir", going)
-    assert kept.convert() is not None
-    assert not left.exists()
 
 
 def test_a_digest_is_computed_again_for_a_file_that_changed(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from fuzzing.damage import damage_entry, damage_file, seal
 from fuzzing.series import with_draws
-from fuzzing.values import chance, pick
+from fuzzing.values import chance
 from hand_made_runs import add_diagnostics, diagnostics, make_run, step
 from hypothesis.strategies import DrawFn
 from whole_pieces import whole_pieces
@@ -143,40 +143,11 @@ def test_a_damaged_file_is_omitted_or_refused_in_one_line(whole, file, tmp_path)
             except Exception as error:
                 raise AssertionError(f"{what}: {name}") from error
 
-    for number in range(8 if is_folder else 16):
+    for number in range(4):
         with_draws("1", f"{file}-{number}", check)
 
 
-def test_one_damaged_run_is_one_line_beside_the_others(whole, tmp_path):
-    shutil.copytree(whole, tmp_path / "good", symlinks=True)
-    for number in range(20):
-        bad = tmp_path / f"bad-{number}"
-
-        def spoil(draw: DrawFn, bad: Path = bad) -> None:
-            shutil.rmtree(bad, ignore_errors=True)
-            shutil.copytree(whole, bad, symlinks=True)
-            file = bad / pick(draw, ["config.yaml", "metrics.jsonl", "environment.json"])
-            (damage_entry if chance(draw, 50) else damage_file)(draw, file)
-
-        with_draws("2", str(number), spoil)
-    records, problems = find_runs(tmp_path)
-    assert "good" in {record.path.name for record in records} and len(problems) > 5
-    assert all("bad-" in line and "\n" not in line for line in problems)
-
-
-NAMES = [
-    "²²²",
-    "٠٠٠٠٠٤",
-    "000009 ",
-    "0000000004",
-    "99999999999",
-    "9" * 40,
-    "-00004",
-    "00004",
-    "1e9",
-    "+00004",
-    "000004x",
-]
+NAMES = ["٠٠٠٠٠٤", "0000000004", "-00004", "1e9"]
 
 
 @pytest.mark.parametrize("name", NAMES)

