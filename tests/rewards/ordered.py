@@ -6,7 +6,7 @@ from qarl.rewards import RewardPool
 
 # Each completion is an order: what the function does with it.
 FUNCTIONS = r"""
-import ctypes, math, os, re, signal, subprocess, sys, threading, time
+import os, re, signal, subprocess, sys, time
 
 def orders(completions, prompts, **columns):
     scores = []
@@ -17,11 +17,6 @@ def orders(completions, prompts, **columns):
             sys.exit("bye")
         elif order == "die":
             os._exit(3)
-        elif order == "die slowly":
-            threading.Thread(target=die_slowly).start()
-            ctypes.CDLL(None).pthread_exit(None)
-        elif order == "segfault":
-            ctypes.string_at(0)
         elif order == "sleep":
             time.sleep(3600)
         elif order == "hold the GIL":
@@ -34,10 +29,6 @@ def orders(completions, prompts, **columns):
                 file.write(str(child.pid))
             os.rename(path + ".part", path)
             child.wait()
-        elif order.startswith("wait for "):
-            while not os.path.exists(order.removeprefix("wait for ")):
-                time.sleep(0.02)
-            scores.append(1.0)
         elif order == "interrupt":
             os.kill(os.getpid(), signal.SIGINT)
             scores.append(5.0)
@@ -50,14 +41,6 @@ def orders(completions, prompts, **columns):
         else:
             scores.append(float(order))
     return scores
-
-def die_slowly():
-    "Its main thread has ended, then its connection goes, and only then can it be waited for."
-    while " Z " not in open(f"/proc/{os.getpid()}/stat").read():
-        time.sleep(0.01)
-    os.closerange(3, 256)
-    time.sleep(1)
-    os._exit(3)
 
 def whole_batches_only(completions, prompts, **columns):
     if len(completions) > 1:

@@ -5,7 +5,6 @@ import random
 import pytest
 
 from qarl.config import RewardConfig
-from qarl.errors import UserError
 from qarl.rewards.batch import Batch
 from qarl.rewards.process import Report
 
@@ -13,15 +12,13 @@ TIMEOUT_S = 10.0
 LOAD_S = 2.0
 
 
-def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1, max_failed_frac: float = 1.0):
+def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1):
     """Scores completions of which number i takes `behaviour[i]` seconds, or is "hang", "raise" or "die".
 
     Returns the result and the seconds that it took.
     """
     n = len(behaviour)
-    config = RewardConfig(
-        functions=[{"name": "exact"}], workers=chunks, timeout_s=TIMEOUT_S, max_failed_frac=max_failed_frac
-    )
+    config = RewardConfig(functions=[{"name": "exact"}], workers=chunks, timeout_s=TIMEOUT_S, max_failed_frac=1.0)
     batch = Batch([str(i) for i in range(n)], ["p"] * n, {}, None, config, ["f"], [False])
     now = 0.0
     busy: list[tuple[float, Report]] = []
@@ -49,7 +46,7 @@ def simulate(behaviour: list[str | float], chunks: int = 1, workers: int = 1, ma
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_any_batch_takes_a_bounded_time_and_loses_no_completion(chunks):
     rng = random.Random(chunks)
-    for _ in range(60):
+    for _ in range(30):
         n = rng.randrange(1, 600)
         shares = [rng.random() ** 4 for _ in range(3)]
         behaviour = [
@@ -64,23 +61,7 @@ def test_any_batch_takes_a_bounded_time_and_loses_no_completion(chunks):
         assert all(result.total[i] == 0.0 for i, what in enumerate(behaviour) if isinstance(what, str))
 
 
-def test_few_that_hang_or_die_cost_the_others_nothing():
-    rng = random.Random(0)
-    for _ in range(30):
-        behaviour: list[str | float] = [0.005] * 512
-        for i in rng.sample(range(512), 5):
-            behaviour[i] = rng.choice(["hang", "die", "raise"])
-        result, _ = simulate(behaviour)
-        assert result.failed == {"f": 5}
-        assert result.total == [float(i) if behaviour[i] == 0.005 else 0.0 for i in range(512)]
-
-
 def test_what_is_left_when_the_time_is_used_up_is_one_message():
     result, took = simulate(["hang"] * 1000)
     assert (result.failed, took < 100.0, len(result.messages) < 40) == ({"f": 1000}, True, True)
     assert "completions of failed calls score 0: the time for retries is used up" in result.messages[-1]
-
-
-def test_what_is_left_counts_towards_the_fraction():
-    with pytest.raises(UserError, match=r"failed on .* of 1000 completions, more than reward.max_failed_frac 0.5"):
-        simulate(["hang"] * 1000, max_failed_frac=0.5)

@@ -32,20 +32,9 @@ def pool(name: str, log_path: Path | None = None, **fields) -> RewardPool:
 
 LOADING = {
     "os._exit": ("print('about to'); os._exit(7)", "exited with code 7; last output: about to"),
-    "segfault": ("print('now'); ctypes.string_at(0)", "died of SIGSEGV; last output"),
-    "prints controls": ("os.write(2, b'\\x1b[31m\\xffred\\n\\n'); os._exit(3)", r"output: \\x1b\[31m.red"),
     "no exception": ("class Odd(BaseException): pass\nraise Odd('so')", "does not import: Odd: so"),
     "never": ("print('waiting for the judge')\nwhile True: pass", "no answer within 1.5 s.*: waiting for the judge"),
-    "rubbish": ("[os.write(fd, b'x' * 99) for fd in range(3, 256) if socket(fd)]", "announced a reply of"),
-    "child goes on": ("ctypes.CDLL(None).fork() or sys.exit()\nraise ValueError('the parent')", "the parent"),
-    "takes memory": ("x = bytearray(2**30)\nx[::4096] = b'1' * 2**18\ntime.sleep(999)", "reward.memory_gib = 0.5"),
 }
-LOADER = """
-import ctypes, os, stat, sys, time
-def socket(fd):
-    try: return stat.S_ISSOCK(os.fstat(fd).st_mode)
-    except OSError: return False
-"""
 
 
 def limited_once_it_printed(worker: Worker, attend):
@@ -61,7 +50,9 @@ def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
         monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 1.5)
         monkeypatch.setattr(Worker, "attend", lambda worker: limited_once_it_printed(worker, attend))
     code, said = LOADING[name]
-    (tmp_path / "mine.py").write_text(LOADER + code + "\ndef judge(completions, prompts, **columns): return []\n")
+    (tmp_path / "mine.py").write_text(
+        "import os\n" + code + "\ndef judge(completions, prompts, **columns): return []\n"
+    )
     with pytest.raises(UserError, match=said) as caught:
         pool(f"{tmp_path / 'mine.py'}:judge", tmp_path / "rewards.log", memory_gib=0.5)
     line = str(caught.value)
@@ -78,14 +69,6 @@ def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):
         result = rewards.score(["1", "bad"], ["p"] * 2, {})
     assert (result.total, result.failed) == ([1.0, 0.0], {"judge": 1})
     assert "exceeded reward.memory_gib = 0.25 and was killed" in result.messages[-1]
-
-
-def test_memory_of_what_a_function_starts_counts(tmp_path):
-    program = "x = [bytearray(b'1' * 2**20) for _ in range(1000)]; import time; time.sleep(999)"
-    code = f"import subprocess; subprocess.run([sys.executable, '-c', {program!r}])"
-    with pool(module(tmp_path, code), memory_gib=0.25, timeout_s=200.0) as rewards:
-        result = rewards.score(["1", "bad"], ["p"] * 2, {})
-    assert result.total == [1.0, 0.0] and "reward.memory_gib" in result.messages[-1]
 
 
 def test_what_is_printed_is_bounded(tmp_path):

@@ -3,7 +3,6 @@
 import pytest
 
 from qarl.config.reward import RewardConfig
-from qarl.data.tasks import generate
 from qarl.rewards import RewardPool
 
 TAKERS = {
@@ -43,15 +42,6 @@ def test_a_row_without_an_answer_fails_instead_of_scoring_0(name, options):
         result = rewards.score(["5", "None", "7"], ["p"] * 3, {"answer": ["5", None, "7"]})
     assert (result.total, result.failed) == ([1.0, 0.0, 1.0], {name: 1})
     assert result.messages[-1].startswith(f"reward `{name}`: completion 1 scores 0: ValueError: {NO_ANSWER}")
-
-
-def test_entries_of_reasoning_gym_score_in_a_worker_as_they_do_here():
-    """arc_agi compares with tuples, which JSON does not have."""
-    pytest.importorskip("reasoning_gym")
-    rows = generate("reasoning-gym:arc_agi", {"size": 2})
-    columns = {"entry": [row["entry"] for row in rows]}
-    with RewardPool(RewardConfig(functions=[{"name": "reasoning_gym"}]), columns=["entry"]) as rewards:
-        assert rewards.score([str(row["answer"]) for row in rows], ["p"] * 2, columns).total == [1.0, 1.0]
 
 
 def test_columns_reach_a_function_with_their_types(tmp_path):

@@ -20,7 +20,7 @@ VALUES = st.deferred(
         | st.dictionaries(KEYS, VALUES, max_size=3)
     )
 )
-many = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @many

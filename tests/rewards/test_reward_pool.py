@@ -45,10 +45,8 @@ def test_lists_of_unequal_length_are_refused_and_empty_ones_have_no_scores(pool)
     ("order", "message"),
     [
         ("raise", r"ValueError: I was told to \(functions.py:8\)"),
-        ("die slowly", r"its worker process exited with code 3"),
-        ("segfault", r"its worker process died of SIGSEGV"),
+        ("die", r"its worker process exited with code 3"),
         ("return [1.0] * (len(c) + 1)", r"returned 2 scores for 1 completions"),
-        ("return None", r"returned NoneType, expected a list of 1 numbers"),
         ("return ['1'] * len(c)", r"returned '1' \(str\), expected a number or None"),
         ("return [float('nan')] * len(c)", r"returned nan, expected a finite number"),
     ],
@@ -63,13 +61,6 @@ def test_only_the_guilty_completion_scores_zero(pool, caplog, order, message):
     assert re.search(message, result.messages[1])
     assert result.messages[1].startswith("reward `orders`: completion 1 scores 0: ")
     assert score(rewards, "7").total == [7.0]
-
-
-def test_numbers_of_other_types_are_scores(pool):
-    rewards = pool()
-    assert score(rewards, "return [True] * len(c)").total == [1.0]
-    assert score(rewards, "return tuple(2 for _ in c)").total == [2.0]
-    assert score(rewards, "return __import__('numpy').full(len(c), 1.5, 'float32')").total == [1.5]
 
 
 def test_function_that_fails_only_on_batches_counts_no_failure(pool):
@@ -87,13 +78,6 @@ def test_failures_past_the_fraction_stop_the_run(pool):
     with pytest.raises(UserError, match=message):
         score(rewards, "raise", "1", "raise", "exit")
     assert score(rewards, "7").total == [7.0]
-
-
-def test_stop_does_not_leave_old_answers_behind(pool):
-    rewards = pool(workers=2, max_failed_frac=0.0)
-    with pytest.raises(UserError):
-        score(rewards, "raise", "sleep")
-    assert score(rewards, "5", "6").total == [5.0, 6.0]
 
 
 def test_missing_column_names_the_function_and_the_argument(pool):
