@@ -1,14 +1,7 @@
-"""The reward `math`: a table of cases with the right score, and generators of each kind.
-
-Right answers must score 1 in every notation, and wrong ones 0.
-"""
-
-# ruff: noqa: RUF001 (characters that look like ASCII are meant)
+"""The reward `math`: a table of cases with the right score, think blocks, unfinished boxes, and bounds of its work."""
 
 import random
 import time
-import weakref
-from decimal import Decimal
 
 import math_verify
 import pytest
@@ -19,16 +12,11 @@ from math_cases import BOXED, RESPONSES
 from qarl.errors import UserError
 from qarl.rewards.mathematics import math
 
-FORMS = [r"Adding up, $\boxed{%s}$.", r"So we get \fbox{%s}", "work\n#### %s", "The answer is %s."]
 few = settings(max_examples=40, deadline=None, derandomize=True)
 
 
 def score(gold: object, response: str, prompt: str = "p", **options) -> float:
     return math([response], [prompt], answer=[gold], **options)[0]
-
-
-def scores(gold: object, answer: str, forms: list[str] = FORMS) -> set[float]:
-    return {score(gold, form % answer) for form in forms}
 
 
 @pytest.mark.parametrize(
@@ -46,53 +34,6 @@ def test_each_ground_truth_is_its_own_answer():
     golds = {str(gold) for rows in BOXED.values() for gold, *_ in rows if not isinstance(gold, list)}
     plain = [gold for gold in golds if "####" not in gold and "$" not in gold.replace(r"\$", "")]
     assert [gold for gold in sorted(plain) if score(gold, rf"\boxed{{{gold}}}") != 1.0] == []
-
-
-def notations(mantissa: Decimal, exponent: int) -> list[str]:
-    shifted = mantissa.scaleb(1)
-    return [
-        rf"{mantissa}\times 10^{{{exponent}}}",
-        rf"{mantissa} \cdot 10^{{{exponent}}}",
-        rf"{mantissa}e{exponent}",
-        rf"{mantissa}E{exponent:+03d}",
-        rf"{mantissa}e{exponent:+d}",
-        rf"{mantissa} × 10^{{{exponent}}}",
-        rf"{mantissa}*10^({exponent})",
-        rf"{shifted:f}\times 10^{{{exponent - 1}}}",
-        rf"10^{{{exponent}}} \times {mantissa}",
-    ]
-
-
-mantissas = st.decimals(-9, 9, places=3).filter(lambda m: abs(m) >= 1 and m != m.to_integral_value())
-
-
-@few
-@given(mantissas, st.integers(-40, 40).filter(bool), st.integers(0, 8), st.integers(0, 8), st.integers(-5, 5))
-def test_e_notation(mantissa, exponent, gold_form, answer_form, off):
-    gold = notations(mantissa, exponent)[gold_form]
-    assert scores(gold, notations(mantissa, exponent)[answer_form]) == {1.0}
-    assert scores(float(f"{mantissa}e{exponent}"), notations(mantissa, exponent)[answer_form]) == {1.0}
-    if off:
-        assert scores(gold, notations(mantissa, exponent + off)[answer_form]) == {0.0}
-    assert scores(gold, notations(-mantissa, exponent)[answer_form]) == {0.0}
-    assert scores(gold, notations(mantissa + Decimal("0.001"), exponent)[answer_form]) == {0.0}
-    assert scores(gold, rf"{mantissa} \cdot e \cdot {exponent}", FORMS[:3]) == {0.0}
-
-
-THINKING = [r"maybe \boxed{%s}", "the answer is %s.", r"no: \boxed{%s", "hm", "$%s$", "#### %s"]
-
-
-@few
-@given(st.randoms(use_true_random=False), st.booleans())
-def test_only_what_follows_the_think_block_counts(rng: random.Random, by_prompt):
-    inside = " ".join(part.replace("%s", "12") for part in rng.choices(THINKING, k=3))
-    prompt, opened = ("x<think>\n", "") if by_prompt else ("x", "<think>")
-    assert score("12", opened + inside, prompt) == 0.0
-    assert score("12", f"{opened}{inside}</think>", prompt) == 0.0
-    for form in FORMS:
-        assert score("12", f"{opened}{inside}</think>\n{form % 12}", prompt) == 1.0
-        assert score("12", f"{opened}{inside}</think>\n{form % 13}", prompt) == 0.0
-    assert score("12", rf"{opened}{inside} \boxed{{12}}", prompt, think_tags=None) == 1.0
 
 
 @few
@@ -131,8 +72,6 @@ def test_other_think_tags():
     ("options", "message"),
     [
         ({"think_tags": "<think>"}, "think_tags must be two texts"),
-        ({"think_tags": ["<think>"]}, "think_tags must be two texts"),
-        ({"think_tags": ["a", "a"]}, "think_tags must be two texts"),
         ({"complete_box": "no"}, "complete_box must be true or false"),
     ],
 )
@@ -145,14 +84,9 @@ def test_options_are_checked(options, message):
     ("gold", "answer"),
     [
         ("1/2^99999999", r"1/2^{99999998}"),
-        ("1e99999999999999999999", "1"),
         ("1", "9^{9^{9^{9^9}}}"),
         ("(" * 3000 + "1" + ")" * 3000, "2"),
-        (r"\frac{" * 500 + "1" + "}{2}" * 500, "2"),
         (", ".join(map(str, range(300))), ", ".join(map(str, range(1, 301)))),
-        ("1" + "^2" * 2000, "1"),
-        ("-" * 5000 + "1", "2"),
-        (r"\boxed{" * 2000, "12"),
     ],
 )
 def test_work_is_bounded(gold, answer):
@@ -162,34 +96,6 @@ def test_work_is_bounded(gold, answer):
     except ValueError as error:
         assert "ground truth" in str(error)
     assert time.process_time() - started < 6.0
-
-
-def spin(seconds: float) -> None:
-    """Use so much CPU time."""
-    end = time.thread_time() + seconds
-    while time.thread_time() < end:
-        pass
-
-
-def test_the_time_limit_holds_if_python_drops_its_first_exception(monkeypatch):
-    """Python ignores exceptions in a weakref callback."""
-
-    class Dead:
-        pass
-
-    def hang(*_: object, **__: object) -> list[object]:
-        dead = Dead()
-        _reference = weakref.ref(dead, lambda _: spin(1.5))
-        del dead
-        spin(10)
-        return []
-
-    monkeypatch.setattr("math_verify.parser.extract_target_from_pred", hang)
-    monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # pytest's takes longer than the limit allows at times
-    started = time.thread_time()
-    with pytest.raises(ValueError, match="ground truth"):
-        score("x+7y", r"\boxed{x-7y}", timeout_s=1)
-    assert time.thread_time() - started < 9
 
 
 def test_the_time_limit_does_not_count_waiting(monkeypatch):
