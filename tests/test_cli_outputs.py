@@ -25,14 +25,6 @@ COMMANDS = {
     "report": (["report", "{run}", "--out", "{out}"], None),
     "compare": (["compare", "{run}/config.yaml", "--seeds", "0,1", "--out", "{out}"], ("comparison.html", "plots")),
     "compare runs": (["compare", "{run}", "{other}", "--out", "{out}"], ("comparison.json", "plots")),
-    "offline": (
-        ["compare", "--offline", "{model}", "--schemes", "fp8", "--out", "{out}"],
-        ("comparison.html", "members"),
-    ),
-    "eval": (
-        ["eval", "{model}", "--data", "gsm8k={data}", "--max-response-length", "8", "--out", "{out}"],
-        ("results.json", None),
-    ),
     "quantize": (["quantize", "{model}", "{out}", "--scheme", "fp8"], (None, None)),
 }
 

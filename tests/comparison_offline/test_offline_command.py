@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-from dataclasses import replace
 
 import pytest
 from qarl_formats.registry import scheme_names
@@ -11,7 +10,6 @@ from qarl_formats.registry import scheme_names
 from qarl import api
 from qarl.comparison.offline import members
 from qarl.comparison.offline.offline_page import comparison_charts
-from qarl.comparison.offline.record import Record
 from qarl.errors import UserError
 
 ALL = list(scheme_names())
@@ -62,19 +60,6 @@ def test_measured_schemes_are_reused_unless_damaged_and_others_join_them(tiny_mo
     code, lines = compare(tiny_model(), ["bf16", "fp8", "w8a8"])
     assert code == 0 and any(line.startswith("w8a8: KL") for line in lines)
     assert "fp8: measured before" in lines and "bf16: measured before" not in lines
-
-
-def test_stored_results_count_if_they_are_unchanged_and_of_the_same_settings(tmp_path):
-    record = Record(tmp_path, {"seed": 0}, "title", [], {})
-    record.keep({"name": "fp8", "state": "finished", "kl": 0.125})
-    assert record.member("fp8") == {"name": "fp8", "state": "finished", "kl": 0.125}
-    assert replace(record, settings={"seed": 1}).member("fp8")["state"] == "pending"
-    file = tmp_path / "members" / "fp8.json"
-    file.rename(tmp_path / "members" / "w8a8.json")
-    assert record.member("fp8")["state"] == record.member("w8a8")["state"] == "pending"
-    record.keep({"name": "fp8", "state": "finished", "kl": 0.125})
-    file.write_text(file.read_text().replace("0.125", "0.25"))
-    assert record.member("fp8")["state"] == "pending"
 
 
 def test_an_interrupted_comparison_goes_on_with_what_is_missing(tiny_model, tmp_path, compare, monkeypatch):

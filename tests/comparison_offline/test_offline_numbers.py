@@ -15,12 +15,10 @@ from qarl.comparison.offline.speed import SpeedTest, engine_speed
 from qarl.comparison.offline.weight_errors import error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
 from qarl.config import RolloutConfig
-from qarl.config.quant import scheme_of
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.storage.shards import stored_bytes
 from qarl.weight_sync.snapshot import build_snapshot
 
 
@@ -126,15 +124,6 @@ def test_weight_error_is_that_of_the_tensors_that_run(tiny_model):
     assert row["relative"] == pytest.approx(relative, rel=1e-6)
     assert row["sqnr_db"] == pytest.approx(-20 * math.log10(relative), rel=1e-6)
     assert row["max_abs"] == pytest.approx(lost.abs().max().item())
-
-
-@pytest.mark.parametrize("scheme", ["bf16", "w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "nvfp4a16"])
-def test_checkpoint_bytes_are_those_of_the_snapshot(tiny_model, scheme):
-    target = opened(tiny_model("qwen2"), scheme).target
-    masters = open_masters(target)
-    tensors = build_snapshot(0, masters.forms(target.quant, torch.bfloat16)).tensors
-    assert stored_bytes(masters.specs(target.quant, torch.bfloat16)) == sum(t.nbytes for t in tensors.values())
-    assert scheme_of(target.quant).name == scheme
 
 
 def test_the_rates_count_prompt_tokens_and_tokens_after_the_first(tiny_model, monkeypatch):

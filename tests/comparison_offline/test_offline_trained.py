@@ -6,7 +6,6 @@ import pytest
 from tiny_models import tiny_settings
 
 import qarl
-from qarl.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +32,3 @@ def test_a_run_and_its_export_get_the_same_numbers_against_the_model(tiny_model,
         assert rows["rl"][key] == rows["served"][key], key
     code, lines = compare(tiny_model(), ["bf16", "w4a16"], trained=given)
     assert code == 0 and "rl: measured before" in lines
-
-
-def test_a_policy_of_another_shape_fails_alone_and_two_rows_of_one_name_are_refused(
-    tiny_model, tmp_path, compare, trained
-):
-    other = tiny_model("llama", num_hidden_layers=1)
-    code, _ = compare(other, ["w4a16"], trained=[str(trained / "served")])
-    rows = members_in(tmp_path / "out")
-    assert code == 1 and rows["w4a16"]["state"] == "finished"
-    assert "is not a model of the shape of" in rows["served"]["reason"]
-    with pytest.raises(UserError, match="another row is called rl"):
-        compare(tiny_model(), ["w4a16"], trained=[str(trained / "rl")] * 2)

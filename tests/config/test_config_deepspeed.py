@@ -55,16 +55,6 @@ def test_keys_that_are_read(config, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"), [(None, "no such file"), ("[1]", "holds a list, expected an object"), ("{", "not valid JSON")]
-)
-def test_files_that_are_no_deepspeed_json(config, tmp_path, text, said):
-    if text is not None:
-        (tmp_path / "ds.json").write_text(text)
-    with pytest.raises(UserError, match=said):
-        check_inputs(load_config(config, ["distributed.config=ds.json"]), config, [])
-
-
-@pytest.mark.parametrize(
     ("override", "said"),
     [
         ("optim.name=muon", 'optim.name = "muon": DeepSpeed\'s Muon is a different algorithm'),

@@ -107,45 +107,6 @@ def test_what_is_written_is_read_back_as_it_was(data):
     assert visible(text, keep_newlines=True) == text  # nothing in it drives a terminal
 
 
-SECTIONS = st.fixed_dictionaries(
-    {
-        "data.prompt_template": TEXTS.map(lambda text: "{prompt}" + text.replace("{", "").replace("}", "")),
-        "data.system_prompt": TEXTS,
-        "data.columns": st.dictionaries(TEXTS, TEXTS.filter(bool), max_size=1),
-        "data.task": st.dictionaries(TEXTS, VALUES, max_size=1),
-        "reward.functions.0.options": st.dictionaries(TEXTS, VALUES, max_size=1),
-        "rollout.stop": st.lists(TEXTS.filter(bool), max_size=2),
-        "optim.lr": st.floats(1e-300, 1e3),
-        "train.run_dir": TEXTS.map(lambda text: "./" + text.replace("\0", "")[:50]),
-    }
-)
-
-
-def test_an_accepted_configuration_is_read_back_from_its_yaml(minimal, tmp_path):
-    """Hostile characters and unusual numbers in every field that accepts them."""
-    copy, accepted = tmp_path / "copy.yaml", []
-
-    @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(SECTIONS)
-    def read_back(changes):
-        try:
-            config = load_config(minimal, [f"{key}={_flow(value)}" for key, value in changes.items()])
-        except UserError as error:
-            assert all(line.startswith("command line: ") for line in str(error).splitlines())
-            return
-        accepted.append(config)
-        copy.write_text(config.to_yaml(), encoding="utf-8", newline="")
-        assert load_config(copy) == config
-
-    read_back()
-    assert len(accepted) >= 3
-
-
-def _flow(value) -> str:
-    """Return the value as YAML on one line, for an override."""
-    return yaml.safe_dump({"v": value}, default_flow_style=True, allow_unicode=False, width=10**9)[4:-2]
-
-
 def test_a_configuration_too_large_for_its_own_yaml_is_refused(minimal):
     text = minimal.read_text().replace("[{name: exact}]", "[{name: exact, options: {a: %s}}]")
     minimal.write_text(text % ("'" + "\ufeff" * 80_000 + "'"))

@@ -1,12 +1,9 @@
 """Defaults that depend on the objective, and the expansion of correction presets."""
 
-import json
-
 import pytest
-import yaml
 from objective_sections import objective_config
 
-from qarl.config import CorrectionConfig, ObjectiveConfig, load_config
+from qarl.config import CorrectionConfig, ObjectiveConfig
 from qarl.errors import UserError
 from qarl.objectives.correction_config import PRESETS
 from qarl.objectives.registry import BY_NAME
@@ -56,23 +53,6 @@ def test_an_objective_has_its_own_keys_with_their_defaults_and_no_others(name):
     given = objective_config(name=name).model_dump()
     shared = set(ObjectiveConfig.model_fields)
     assert {key: value for key, value in given.items() if key not in shared} == OWN_KEYS[name]
-
-
-EVERY_KEY = {key for keys in OWN_KEYS.values() for key in keys}
-
-
-@pytest.mark.parametrize("name", sorted(OWN_KEYS.keys() - {"sft", "distill"}))
-def test_null_means_the_default_and_is_ignored_at_keys_of_other_objectives(load, tmp_path, name):
-    """Older runs wrote every key of every objective to config.yaml, null if it was not read."""
-    more = ["train.minibatch_size=null"]
-    config = load(f"objective.name={name}", *more)
-    stored = yaml.safe_load(config.to_yaml())
-    stored["objective"] = dict.fromkeys(EVERY_KEY) | stored["objective"]
-    copy = tmp_path / "config.yaml"
-    copy.write_text(yaml.safe_dump(stored))
-    assert load_config(copy) == config
-    assert load(f"objective={json.dumps(dict.fromkeys(EVERY_KEY) | {'name': name})}", *more) == config
-    assert load(f"objective={{name: {name}, ratio: train}}", *more).objective.ratio_kind in ("train", "one")
 
 
 def test_another_name_on_the_command_line_brings_its_own_defaults(load):

@@ -78,11 +78,6 @@ REFUSALS = [
     # correction
     ("correction.level=token", "must be none"),
     ("correction.preset=tis", "tbpo carries its own mismatch weight"),
-    (
-        [*GRPO, "correction={level: token, lower: 2.0, upper: 2.0}"],
-        "below correction.upper (2)",
-        "correction.lower = 2.0",
-    ),
     ([*GRPO, "correction={preset: icepop, upper: 0.4}"], "below correction.upper (0.4)", "correction.lower = 0.5"),
     ("correction.upper=3.0", "set level token, sequence or geometric"),
     ([*GRPO, "correction.level=token", "correction.signal=rollout"], "use corr, or reinforce, rloo or on_policy"),
@@ -104,10 +99,6 @@ REFUSALS = [
         "with objective.ratio rollout the ratio already con",
     ),
     ("correction.preset=bypass", "which tbpo does not read; use grpo, dapo"),
-    (
-        [*GRPO, "correction.preset=srs-k3-ppo", "objective.ratio=train"],
-        "correction.preset srs-k3-ppo uses ratio rollout",
-    ),
     (["objective.name=mis_gspo", "correction.preset=seq_tis"], "mis_ratio_high"),
     ("objective={name: mis_gspo, ratio: shadow}", "use train or one", 'objective.ratio = "shadow"'),
     ([*GRPO, "correction={level: token, cap: auto, upper: 3.0}"], "leave null", "correction.upper = 3"),

@@ -118,10 +118,8 @@ def test_a_header_cut_or_changed_anywhere_is_refused_or_read(tmp_path: Path) -> 
     path, original, rng = tmp_path / "m.gguf", gguf(MODEL, TENSORS), random.Random(4)
     damaged = [original[:length] for length in range(len(original))]
     for _ in range(300):
-        changed = bytearray(original)
-        for _ in range(rng.choice([1, 2, 8])):
-            changed[rng.randrange(len(changed))] = rng.choice([0, 1, 127, 255, rng.randrange(256)])
-        damaged.append(bytes(changed))
+        place = rng.randrange(len(original))
+        damaged.append(original[:place] + bytes([rng.randrange(256)]) + original[place + 1 :])
     refused = 0
     start = time.process_time()
     for content in damaged:

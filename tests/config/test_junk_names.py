@@ -13,14 +13,12 @@ from plain_settings import plain_settings
 
 import qarl
 from qarl.checks.check import check_inputs
-from qarl.config import Config
 from qarl.config.data import RESERVED_COLUMNS, RESERVED_TEMPLATE_ARGUMENTS, DataConfig, template_arguments
 from qarl.config.source import read_source
 from qarl.data.sources import load_rows
 from qarl.errors import UserError
 from qarl.evaluation.request import Request, evaluation_section
 from qarl.inference.target import resolve_target
-from qarl.storage.config_difference import config_difference
 
 EXACT = [{"name": "exact"}]
 JUNK = [
@@ -165,11 +163,3 @@ def test_arguments_of_the_template_do_not_shadow_its_own(name):
         refused(sections, f".chat_template_kwargs.{name} = 1: is ")
     with pytest.raises(UserError, match=r"^--chat-template-kwargs: "):
         template_arguments({name: 1}, "--chat-template-kwargs")
-
-
-def test_arguments_need_the_template_and_belong_to_the_run():
-    refused(minimal(chat_template_kwargs={"a": 1}, chat_template=False), "set data.chat_template: true")
-    task = {"name": "t", "data": minimal()["data"], "reward": EXACT, "chat_template_kwargs": {"a": 1}}
-    refused({**minimal(), "evaluation": {"tasks": [task]}}, "here, set data.chat_template_kwargs")
-    runs = [Config.model_validate(minimal(chat_template_kwargs=kwargs)).model_dump() for kwargs in ({}, {"a": False})]
-    assert any("data.chat_template_kwargs.a is not set there, false here" in line for line in config_difference(*runs))

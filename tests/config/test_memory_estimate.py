@@ -7,7 +7,6 @@ from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
 from qarl.memory import estimate as memory
-from qarl.training.muon import BATCH_BYTES
 from qarl.utils.machine import machine_bytes
 
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
@@ -53,30 +52,6 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert "the moments that optim.offload keeps in host memory need" in memory.too_large(offloaded, TINY, "cuda")
     assert memory.too_large(config(), TINY, "cuda") is None
-
-
-def test_muon_orthogonalizes_batches_of_limited_size_on_a_gpu(monkeypatch):
-    name = "batch of matrices that Muon orthogonalizes"
-    muon = config(optim={"name": "muon"})
-    items = {item.name: (item.bytes, item.phase) for item in memory.estimate(muon, TINY, "cuda")}
-    assert items[name] == (10 * MATRICES, "optimizer")
-    monkeypatch.setattr(memory, "MUON_BYTES", 1000)
-    assert memory.update_bytes(muon, TINY, "cuda") == 1000 + memory.update_bytes(config(), TINY, "cuda")
-    assert name not in sizes(optim={"name": "muon"}) and name not in sizes("cuda")
-    monkeypatch.undo()
-    assert memory.MUON_BYTES == BATCH_BYTES
-
-
-def test_offloaded_masters_are_copied_to_the_gpu_one_at_a_time(monkeypatch):
-    offloaded = config(optim={"offload": "all"})
-    items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "master" in item.name}
-    largest = max(TINY.vocab_size * TINY.hidden_size, *(n * k for _, n, k in TINY.linears()))
-    assert [(item.bytes, item.phase) for item in items.values()] == [(4 * largest, "publish")]
-    assert memory.certain_bytes(offloaded, TINY, "cuda") == 12 * PARAMETERS
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 10 * PARAMETERS)
-    said = memory.too_large(offloaded, TINY, "cuda")
-    assert "the masters and moments that optim.offload keeps in host memory" in said
-    assert memory.too_large(config(optim={"offload": "moments"}), TINY, "cuda") is None
 
 
 def test_masters_gradients_and_operands_without_kernels():
@@ -140,20 +115,6 @@ def test_vllm_frees_the_learners_gpu_during_an_update_unless_it_never_sleeps():
     assert phase() == phase(sleep_level=1) == phase(sleep_level=2) == "publish"
     own = sizes("cuda", rollout=vllm(device=1))  # on its own GPU
     assert "KV cache" not in own and not any("vLLM" in name for name in own)
-
-
-def test_an_asynchronous_vllm_fills_its_own_gpu_and_takes_none_of_the_learners():
-    def held(known: int | None, **settings) -> dict[str, int]:
-        own = config(rollout=vllm(**settings) | {"async": {"max_staleness": 1}})
-        items = memory.estimate(own, TINY, "cuda", memory=known)
-        assert {item.phase for item in items if item.owner == "sampler"} == {"sampler GPU"}
-        return {item.name: item.bytes for item in items if item.owner == "sampler"}
-
-    for settings, frac in (({}, 0.85), ({"memory_frac": 0.5}, 0.5)):
-        found = held(10**12, **settings)
-        cache = found[f"sampler's KV cache (what the weights leave of {frac:.0%} of the GPU)"]
-        assert cache + found["sampler's weights"] == int(frac * 10**12)
-    assert sum(held(None).values()) < 10**10
 
 
 def test_versions_in_training_and_next_versions_and_the_peak_over_phases():
@@ -248,12 +209,3 @@ def test_earlier_versions_take_device_memory_or_host_memory_and_one_copy(device)
     assert (kept.bytes, kept.phase) == ((4 * version, "always") if device == "cpu" else (4 * pinned, "host"))
     peak = memory.peak_bytes(list(items.values()))
     assert peak == memory.peak_bytes([item for item in items.values() if item.phase not in ("host", "sampler GPU")])
-
-
-def test_host_memory_must_hold_the_earlier_versions(monkeypatch):
-    host = config(rollout={"max_response_length": 8, "async": {**AHEAD, "kept_versions": "host"}})
-    pinned = 1 << (memory.version_bytes(host, TINY) - 1).bit_length()
-    assert memory.certain_bytes(host, TINY, "cuda") == max(4 * PARAMETERS, 4 * pinned)
-    assert memory.certain_bytes(host, TINY, "cuda", ranks=2) == max(4 * PARAMETERS, 2 * 4 * pinned)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 4 * PARAMETERS - 1)
-    assert "rollout.async.kept_versions keep in host memory, need" in memory.too_large(host, TINY, "cuda")

@@ -85,15 +85,6 @@ def test_what_each_zero_stage_shards(stage, masters, gradients, state):
         assert items == sizes(2, distributed={"engine": "deepspeed"})  # the default
 
 
-def test_every_deepspeed_rank_reads_all_masters(monkeypatch):
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
-    assert memory.too_large(config(), TINY, "cuda", 2) is None
-    zero = config(distributed={"engine": "deepspeed"})
-    said = memory.too_large(zero, TINY, "cuda", 2)
-    assert "masters of each of 2 ranks, which are read into host memory first, need" in said
-    assert memory.too_large(zero, TINY, "cuda") is None
-
-
 def test_ranks_free_memory_for_less_recomputation():
     null = {"micro_batch_tokens": None, "recompute": None, "logprob_chunk": None}
     own = config(quant={"group_size": 128}, train=null, rollout={"max_response_length": 1024})

@@ -2,8 +2,6 @@
 
 import json
 import math
-import random
-import re
 import time
 
 import pytest
@@ -104,30 +102,13 @@ def test_codes_of_a_large_mixture_are_counted_in_time(read):
     assert items["unquantized parameters (bfloat16)"] == 2 * (30_532_122_624 - matrices)
 
 
-@pytest.mark.parametrize("base", [LARGE, WITH_SHARED], ids=["qwen3_moe", "qwen2_moe"])
-def test_a_model_of_too_many_linear_layers_is_refused_before_they_are_listed(read, base):
-    """Every key within its limits; the largest values together give 15 million layers."""
-    rng, refused, start = random.Random(3), 0, time.process_time()
-    for _ in range(40):
-        layers, experts = round(10 ** rng.uniform(0, 4)), round(10 ** rng.uniform(1, 2.7))
-        changes = {
-            "num_hidden_layers": layers,
-            "num_experts": experts,
-            "decoder_sparse_step": rng.choice([1, 1, 2, 7]),
-            "mlp_only_layers": rng.sample(range(10_000), rng.choice([0, 10, 9000])),
-        }
-        try:
-            found = read(base, **changes)
-        except ValueError as error:
-            assert re.search(r"make [0-9,]+ Linear layers; the limit is 131,072: lower", str(error))
-            refused += 1
-            continue
-        if found.linear_count < 20_000:
-            assert found.linear_count == len(found.linears())
-    assert 5 < refused < 35
-    with pytest.raises(ValueError, match="make 15,"):
-        read(base, num_hidden_layers=10_000, num_experts=512)
+def test_a_model_of_too_many_linear_layers_is_refused_before_they_are_listed(read):
+    start = time.process_time()
+    with pytest.raises(ValueError, match=r"make 15,[0-9,]+ Linear layers; the limit is 131,072: lower"):
+        read(num_hidden_layers=10_000, num_experts=512)
     assert time.process_time() - start < 5  # 0.6 s
+    found = read(num_hidden_layers=7, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert found.linear_count == len(found.linears())
 
 
 def fused(architecture: Architecture, **sections) -> counted.FusedPass:

@@ -152,17 +152,6 @@ def test_keys_that_only_vllm_follows_are_refused_for_vllm_alone(write, family):
                 continue  # refused for every sampler, by its type or range
             found = read_config_json(write(family, **{key: value}) / "config.json").vllm_fault
             assert (found == "") if is_off(value, off) else (key in found)
-    window = ["sliding_attention"] * 2
-    for kinds in (window, ["full_attention"] * 2, [*window[:1], "full_attention"]):
-        settings = {"sliding_window": 8, "use_sliding_window": family.startswith("qwen"), "layer_types": kinds}
-        if family in ("mistral", "mixtral"):
-            del settings["use_sliding_window"]
-        if family in ("llama", "olmoe"):
-            del settings["sliding_window"], settings["use_sliding_window"]
-        found = read_config_json(write(family, **settings) / "config.json")
-        follows = family in ("qwen2", "qwen3", "qwen2_moe")
-        of_family = ["full_attention" if family in ("llama", "olmoe") else "sliding_attention"] * 2
-        assert (found.vllm_fault == "") == (len(set(kinds)) == 1 and (follows or kinds == of_family)), kinds
 
 
 @pytest.mark.parametrize("family", EXPERT_NAMES)

@@ -65,23 +65,6 @@ def test_parquet_columns_that_json_has_no_type_for_become_text(tmp_path, name):
     assert load_rows(DataConfig(source=str(path))) == [{"prompt": "p", "x": expected}]
 
 
-def test_parquet_maps_are_pairs_and_odd_times_and_double_names_are_refused(tmp_path):
-    path = tmp_path / "a.parquet"
-    table = pyarrow.table({"prompt": ["p"], "x": pyarrow.array([[("k", 1)]], pyarrow.map_("string", "int64"))})
-    pyarrow.parquet.write_table(table, path)
-    assert load_rows(DataConfig(source=str(path)))[0]["x"] == [("k", 1)]
-    far = pyarrow.table({"prompt": ["p"], "x": pyarrow.array([2**62], pyarrow.timestamp("ms"))})
-    twice = pyarrow.Table.from_arrays([pyarrow.array([1])] * 2, names=["x", "x"])
-    for table, said in (
-        (far, "a.parquet: not a readable Parquet file"),
-        (twice, "a column name appears twice in x, x"),
-    ):
-        pyarrow.parquet.write_table(table, path)
-        with pytest.raises(UserError, match=said) as caught:
-            load_rows(DataConfig(source=str(path)))
-        assert one_line(caught.value)
-
-
 def test_plain_values_stay_and_others_are_refused():
     kept = {"a": [1, 2.5, None, True, (1, "x")], 3: {"%": "y"}, (1, 2): 10**3999}
     assert repr(plain(kept)) == repr(kept)

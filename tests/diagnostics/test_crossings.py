@@ -4,7 +4,7 @@ from qarl_formats.scheme import Scheme
 
 from qarl.config import QuantConfig
 from qarl.config.quant import scheme_of
-from qarl.diagnostics.crossings import by_layer, crossing_metrics, crossings, predicted_steps, sign_agreement
+from qarl.diagnostics.crossings import crossing_metrics, crossings, predicted_steps, sign_agreement
 from qarl.weight_sync.quantize import quantize_parameter
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
@@ -44,19 +44,6 @@ def test_codes_that_differ_are_counted_by_module(name):
     found = crossings(snapshot(before, scheme), snapshot(after, scheme))
     assert found == {"model.layers.0.mlp.up_proj": (0, 256), "model.layers.1.mlp.up_proj": (3, 256)}
     assert crossing_metrics(found) == {"quant/codes_changed_frac": 3 / 512, "quant/codes_changed_count": 3.0}
-
-
-def test_experts_of_a_layer_are_one_line_of_each_projection():
-    crossed = {"model.layers.1.self_attn.o_proj": (1, 10)}
-    for expert in range(3):
-        crossed |= {f"model.layers.1.mlp.experts.{expert}.{leaf}": (expert, 10) for leaf in ("up_proj", "down_proj")}
-    together = by_layer(crossed)
-    assert together == {
-        "model.layers.1.self_attn.o_proj": (1, 10),
-        "model.layers.1.mlp.experts.up_proj": (3, 30),
-        "model.layers.1.mlp.experts.down_proj": (3, 30),
-    }
-    assert crossing_metrics(together) == crossing_metrics(crossed) and crossing_metrics({}) == {}
 
 
 E4M3 = sorted({abs(float(v)) for v in torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn) if v == v})

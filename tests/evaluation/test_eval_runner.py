@@ -109,15 +109,6 @@ def test_a_completion_is_correct_from_the_threshold_on(bench, whole):
     assert [r["completion"] for r in sink.rows] == [r["completion"] for r in whole[1]]
 
 
-def test_greedy_is_the_same_for_every_seed(bench):
-    texts = []
-    for seed in (0, 1):
-        sink = MemorySink()
-        bench.run(sink, bench.settings(temperature=0.0, samples=1, seed=seed))
-        texts.append([r["completion"] for r in sink.rows])
-    assert texts[0] == texts[1]
-
-
 @contextmanager
 def begun(folder: Path) -> Iterator[ResultsDirectory]:
     """The directory of one evaluation, from where it stopped."""

@@ -177,20 +177,3 @@ def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tok
     said = r"gsm8k: 1 of 2 prompts .* exceed the context of .*; set --length to 9 or less"
     with pytest.raises(UserError, match=said):
         require_room(tasks, 10, longest + 9, "the context", "--length")
-
-
-def test_a_preset_and_a_command_give_arguments_to_the_template(tokenizer, local, monkeypatch):
-    template = "{{ messages[0].content }}{% if enable_thinking is false %}<think></think>{% endif %}"
-    monkeypatch.setattr(tokenizer, "chat_template", template)
-    off, on = {"enable_thinking": False}, {"enable_thinking": True}
-    for own, given, ending in (
-        ({}, {}, "boxed{}."),
-        (off, {}, "<think></think>"),
-        (off, {"chat_template_kwargs": on}, "boxed{}."),
-        (off, {"chat_template": False}, "boxed{}."),
-        ({}, {"chat_template_kwargs": off}, "<think></think>"),
-    ):
-        task = local("gsm8k", chat_template_kwargs=own)
-        assert load_tasks([task], tokenizer, prompting=given)[0].prompts[0].text.endswith(ending), (own, given)
-    with pytest.raises(UserError, match=r"evaluation task gsm8k: data.chat_template_kwargs: needs data.chat_template"):
-        load_tasks([task], tokenizer, prompting={"chat_template": False, "chat_template_kwargs": off})

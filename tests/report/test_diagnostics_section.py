@@ -6,7 +6,6 @@ import pytest
 from hand_made_runs import add_diagnostics, diagnostics, draw_nothing, make_run, step
 
 from qarl.report.blocks import Excerpts, Histogram, LineChart, Scatter, Section, Text
-from qarl.report.charts import chart_note, svg
 from qarl.report.diagnostics import diagnostics_section, record_blocks
 from qarl.report.run_report import report_sections, write_report
 from qarl.storage.runs import read_run
@@ -83,28 +82,6 @@ def test_without_shadow_weights_layers_or_band_those_plots_are_left_out_and_the_
     assert [points.name for points in found["Ratio of the objective"].points] == ["ratio"]
 
 
-def test_a_band_of_a_response_is_written_with_its_digits_and_says_what_it_bounds():
-    band = {"level": "sequence", "high": 1.0004, "low": 0.9997, "neg_high": 1.0007}
-    record = diagnostics(1, band=band)
-    record["tokens"] |= {"outside": [True] * 4, "phantom": None, "logp_shadow": None}
-    ratio = scatters(record)["Ratio of the objective"]
-    assert "0.9997 for A < 0 to 1.0004 for A > 0, and up to 1.0007 for A < 0." in ratio.note
-    assert "of a response's mean ratio" in ratio.note and "diagnostics.shadow_every" in ratio.note
-    assert [(points.name, len(points.x)) for points in ratio.points] == [("inside the band", 0), ("clipped", 4)]
-
-
-def test_tokens_outside_a_distribution_have_no_point():
-    record = diagnostics(1)
-    record["tokens"]["logp_old"][0] = record["tokens"]["logp"][0] = None
-    record["tokens"]["log_ratio"][1] = -1e12  # as the objective has it
-    found = list(scatters(record).values())
-    assert len(found) == 4
-    for chart in found:
-        assert "1 point without a finite value left out." in chart_note(chart) or chart.title.startswith("Ratio")
-        assert "no data" not in svg(chart)
-    assert chart_note(found[2]).endswith("2 points without a finite value left out.")
-
-
 def test_layers_are_curves_by_kind_and_examples_have_their_context():
     up, down = lines()["Published values changed, by layer"].series
     assert (up.name, up.x, up.y) == ("up_proj", [0, 1, 2], [0.1, 0.2, 0.3]) and down.name == "down_proj"
@@ -122,13 +99,6 @@ def test_a_file_that_is_no_record_is_named_and_the_others_are_shown(tmp_path, da
     section = diagnostics_section(run)
     assert section.blocks[0] == Text("diagnostics/000002.json: cannot be read and is omitted.", "warning")
     assert len(charts(section)) == 6
-
-
-def test_what_is_measured_now_and_then_is_a_curve_without_gaps(tmp_path):
-    rows = [step(i) | ({"precision/snr": float(i)} if i % 2 == 0 else {}) for i in range(1, 9)]
-    section = {s.title: s for s in report_sections(read_run(make_run(tmp_path / "a", rows)))}
-    (chart,) = section["Precision of learner and sampler"].blocks
-    assert (chart.series[0].x, chart.series[0].y) == ([2, 4, 6, 8], [2.0, 4.0, 6.0, 8.0])
 
 
 def test_fp8_errors_and_routers_are_plotted_by_layer():

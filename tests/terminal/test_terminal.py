@@ -17,14 +17,12 @@ import typer
 import yaml
 from plain_settings import plain_settings, write_model
 from rich.panel import Panel
-from rich.progress import Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 import qarl
 from qarl import cli
 from qarl.config.yaml_io import parse_yaml
-from qarl.errors import UNEXPECTED, UserError
 from qarl.terminal.console import Console
 from qarl.terminal.run_console import RunConsole
 from qarl.terminal.streams import inert_output
@@ -97,11 +95,6 @@ def table(text: str) -> Table:
     return made
 
 
-def progress(text: str) -> None:
-    with Progress(TextColumn("{task.description}", markup=False), console=Console(stderr=True), transient=False) as bar:
-        bar.add_task(text)
-
-
 WAYS: dict[str, Callable[[str], object]] = {
     "print": print,
     "echo": typer.echo,
@@ -137,18 +130,6 @@ def test_nothing_that_is_printed_drives_the_terminal(way: str, tty: bool, monkey
             assert "[red]" in SGR.sub("", printed), "markup is shown as it is spelled"
         if "\x1b[31m" in text and way in ("print", "message", "console"):
             assert "\\x1b[31m" in printed
-
-
-def test_a_progress_bar_moves_the_cursor_and_its_text_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    for text in TEXTS:
-        err = Terminal()
-        monkeypatch.setattr(sys, "stderr", err)
-        with inert_output():
-            progress(text)
-        assert driving(MOVEMENTS.sub("", err.getvalue()), colours=True) == [], text
-        assert err.getvalue().count("\x1b[?25l") == 1
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -203,16 +184,6 @@ def test_values_of_a_configuration(config, tmp_path, monkeypatch) -> None:
     assert printed > len(VALUES) // 5
 
 
-@pytest.mark.parametrize("argv", [["runs"], ["check", "x"]])
-def test_names_on_the_command_line(argv: list[str], tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in NAMES[::3]:
-        for given in (name, f"--{name}"):
-            code, out, err = run(monkeypatch, *argv, given, tty=True)
-            assert driving(out + err) == [], given
-            assert code in (0, 2, UNEXPECTED)
-
-
 def test_names_of_runs(config, tmp_path, monkeypatch) -> None:
     root = tmp_path / "runs"
     made = 0
@@ -230,18 +201,6 @@ def test_names_of_runs(config, tmp_path, monkeypatch) -> None:
     assert code == 0 and driving(out + err, colours=True) == []
     assert "[red]" in out + err and "unreadable" in err
     assert driving(run(monkeypatch, "runs", root, "--json")[1]) == []
-
-
-def test_every_user_error_is_inert(monkeypatch) -> None:
-    for text in VALUES:
-
-        def fail(*_: object, text: str = text) -> None:
-            raise UserError(f"{text}: is wrong")
-
-        monkeypatch.setattr(cli.api, "train", fail)
-        code, out, err = run(monkeypatch, "train", "c.yaml")
-        assert (code, out, driving(err)) == (2, "", [])
-        assert err == "".join(f"error: {line}\n" for line in f"{visible(text, True)}: is wrong".split("\n"))
 
 
 # --- streams that fail
