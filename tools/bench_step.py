@@ -26,7 +26,6 @@ PARTS = ("step", "trl")
 # What a row is compared by: the model, the work, and on how many ranks.
 CASE = ("shape", "layers", "vocabulary", "prompts", "responses", "new_tokens", "ranks")
 PHASES = ("step", "rollout", "generate", "learner", "publish")
-MODES = ("elementwise", "mlp", "products", "layer")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -41,7 +40,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--part", nargs="+", choices=PARTS, default=["step"], help="default %(default)s")
     add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-1.7b"], help="of the model")
     add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16"], metavar="SCHEME")
-    add("--recompute", choices=MODES, default="layer", help="what the backward computes again")
     add("--tokens", type=count, default=16_384, help="of a micro-batch")
     add("--steps", type=count, default=3, help="training steps; medians leave out the first")
     add("--prompts", type=count, default=32, help="of a step")
@@ -55,8 +53,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--nproc", type=count, default=1, help="step: ranks, with a GPU each")
     add("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
     add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
-    server = "trl: vLLM is a server on this GPU; give the trainer another one with CUDA_VISIBLE_DEVICES"
-    add("--server-gpu", type=int, metavar="GPU", help=server)
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None and parsed.case is None:
         parser.error("--out is needed, or --table")
@@ -90,7 +86,7 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
     if device.type == "cpu":
         keep_freed_memory()
     shape = shape_of(options.shape, options.layers, options.vocabulary)
-    labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary, "recompute": options.recompute}
+    labels = case | {"layers": shape.layers, "vocabulary": shape.vocabulary}
     labels |= {"prompts": options.prompts, "responses": options.responses, "ranks": options.nproc}
     if options.set and options.part == "step":
         labels["set"] = options.set
@@ -116,7 +112,7 @@ def table(reports: Sequence[Record]) -> str:
 
 
 def _name(row: Record) -> str:
-    names = [row["shape"], f"{row['layers']} layers", row.get("scheme", "trl"), row["engine"], row["recompute"]]
+    names = [row["shape"], f"{row['layers']} layers", row.get("scheme", "trl"), row["engine"]]
     return " ".join([*names, f"{row['prompts']} x {row['responses']} x {row['new_tokens']}", f"{row['ranks']} ranks"])
 
 

@@ -1,9 +1,7 @@
 """Time every sensible tile of the product kernels on this GPU and write the best ones into a table.
 
     python tools/tune_kernels.py --shapes 24576x4096 4096x12288
-    python tools/tune_kernels.py --model DIR            # the linear layers of a Hugging Face model directory
-    python tools/tune_kernels.py --preset               # the shapes that `tools/bench_kernels.py` reports
-    python tools/tune_kernels.py --preset qwen3-4b --families w4a16 --m 64 128 256
+    python tools/tune_kernels.py --model DIR --families w4a16 --m 64 128 256   # a Hugging Face model's linear layers
     python tools/tune_kernels.py --experts qwen3-30b-a3b mixtral-8x7b      # grouped products of the experts of a layer
 
 A table changes speed alone: a tile whose result differs in one bit from the first one's is reported and left out. Only
@@ -12,25 +10,21 @@ another GPU.
 """
 
 import argparse
-import fcntl
 import itertools
 import json
 import math
 import os
 import sys
 import time
-from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import geometric_mean
 
 import torch
 import triton
 from harness import command_line
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.shapes import MIXTURES, MODELS, TUNED, layers, linears
+from kernel_bench.shapes import MIXTURES, linears
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
     PRODUCTS,
@@ -54,18 +48,9 @@ NOTHING = Entry(())
 Work = tuple[Callable[[torch.device], Problem], list[int]]  # what makes a problem on a device, and its numbers of rows
 
 
-@dataclass
-class Tuned:
-    """What was measured of one family and shape: by rows, the tile and how many times as fast it is; remarks."""
-
-    tiles: dict[int, Tile] = field(default_factory=dict)
-    gains: dict[int, float] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-
-def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> Tuned:
+def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> dict[int, Tile]:
     """The best tile for each number of rows, among them the one the tables give now."""
-    done = Tuned()
+    done: dict[int, Tile] = {}
     for m in rows:
         problem.rows(m)
         name = f"{problem.family} {problem.key} M={m}"
@@ -77,26 +62,23 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> Tuned:
         for tile in tiles:
             try:
                 if problem.comparable(tile) and not torch.equal(problem.product(tile), expected):
-                    done.notes.append(f"{name} {dump_tile(tile)}: other bits")
+                    print(f"{name} {dump_tile(tile)}: other bits")
                     continue
                 call = partial(problem.timed, tile)
                 quick = watch.microseconds(call, 3)
                 if quick < 1.15 * min(timed.values(), default=math.inf):
                     timed[tile] = watch.microseconds(call, 9 if m < 4096 else 5)
             except (OutOfResources, CompilationError, PTXASError, Late, torch.OutOfMemoryError) as error:
-                done.notes.append(f"{name} {dump_tile(tile)}: {type(error).__name__}")
+                print(f"{name} {dump_tile(tile)}: {type(error).__name__}")
         if not timed:
             continue
         best = min(timed, key=timed.__getitem__)
-        for tile in (*done.tiles.values(), before):  # every other tile is a kernel more to compile where it is used
+        for tile in (*done.values(), before):  # every other tile is a kernel more to compile where it is used
             if timed.get(tile, math.inf) < 1.015 * timed[best]:
                 best = tile
                 break
-        done.tiles[problem.limit(m)] = best
-        gain = ""
-        if before in timed:
-            done.gains[m] = timed[before] / timed[best]
-            gain = f"{done.gains[m]:.2f} times as fast as {dump_tile(before)}, "
+        done[problem.limit(m)] = best
+        gain = f"{timed[before] / timed[best]:.2f} times as fast as {dump_tile(before)}, " if before in timed else ""
         print(f"{name}: {timed[best]:.1f} us, {gain}{dump_tile(best)}", flush=True)
     return done
 
@@ -135,22 +117,17 @@ def launch_all(work: Sequence[Work]) -> None:
                 tried.add(kernel)
 
 
-def save(out: Path, problem: Problem, found: Tuned) -> None:
-    """Put what was measured into the table. Another process may do the same with the same file."""
+def save(out: Path, problem: Problem, found: dict[int, Tile]) -> None:
+    """Put what was measured into the table."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    directory = os.open(out.parent, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        table = json.loads(out.read_text()) if out.exists() else {}
-        table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
-        shapes = table.setdefault(problem.section, {}).setdefault(problem.family, {})
-        old = parse_entry(shapes.get(problem.key, []))
-        shapes[problem.key] = merged(found.tiles, old, problem.ladder())
-        whole = out.with_suffix(".part")
-        whole.write_text(format_table(table))
-        whole.replace(out)
-    finally:
-        os.close(directory)
+    table = json.loads(out.read_text()) if out.exists() else {}
+    table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
+    shapes = table.setdefault(problem.section, {}).setdefault(problem.family, {})
+    ladder = [problem.limit(m) for m in problem.numbers]
+    shapes[problem.key] = merged(found, parse_entry(shapes.get(problem.key, [])), ladder)
+    whole = out.with_suffix(".part")
+    whole.write_text(format_table(table))
+    whole.replace(out)
 
 
 def shapes_of_model(directory: Path) -> list[tuple[int, int]]:
@@ -175,7 +152,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
     what.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    what.add_argument("--preset", nargs="*", choices=TUNED, help=f"known models; none named: {', '.join(MODELS)}")
     experts = f"grouped products of the experts of {', '.join(MIXTURES)}"
     what.add_argument("--experts", nargs="+", choices=MIXTURES, metavar="MODEL", help=experts)
     add, families = parser.add_argument, (*FAMILIES, *BACKWARD)
@@ -203,8 +179,7 @@ def parts_of(arguments: argparse.Namespace) -> list[list[Work]]:
             rows = sorted(set(arguments.m or (BACKWARD_TOKENS if family in BACKWARD else TOKENS)))
             parts.append([(partial(GroupedProblem, family, SHAPES[model], which), rows) for which in PRODUCTS])
         return parts
-    preset = None if arguments.preset is None else [(a.n, a.k) for a in layers(arguments.preset or MODELS)]
-    shapes = preset or arguments.shapes or shapes_of_model(arguments.model)
+    shapes = arguments.shapes or shapes_of_model(arguments.model)
     part: list[Work] = []
     for family, (n, k) in itertools.product(arguments.families, shapes):
         if k % 128 and family in ("w4a16", "w4a8"):
@@ -222,26 +197,17 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     watch = Stopwatch(device)
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
-    parts = parts_of(arguments)
-    gains: dict[str, list[float]] = defaultdict(list)
-    for part in parts:
+    for part in parts_of(arguments):
         begin = time.monotonic()
         # One after the other, compiling takes longer than timing.
         compiled = compile_ahead(partial(launch_all, part), device, os.cpu_count() or 1)
         print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
         for make, rows in part:
             problem = make(device)
-            found = tune(problem, rows, watch)
-            print("\n".join(found.notes), end="\n" if found.notes else "", flush=True)
-            if found.tiles:
+            if found := tune(problem, rows, watch):
                 save(out, problem, found)
-            gains[problem.family] += found.gains.values()
             del problem
             torch.cuda.empty_cache()
-    for family, ratios in gains.items():
-        if ratios:
-            mean = geometric_mean(ratios)
-            print(f"{family}: {mean:.3f} times as fast as by the tables before, over {len(ratios)} cases")
     print(f"written to {out} after {time.monotonic() - started:.0f} s")
 
 

@@ -3,7 +3,6 @@
 import itertools
 import json
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -114,11 +113,11 @@ def problem(monkeypatch: pytest.MonkeyPatch, wrong: Tile | None = None) -> tune_
 def test_the_fastest_tile_with_the_right_bits_is_chosen_and_compared_with_the_tables(monkeypatch, capsys) -> None:
     wrong, fast = Tile("wide", 128, 128, warps=4, stages=2, tma=True), Tile("wide", 64, 64, stages=4, tma=True)
     done = tune_kernels.tune(problem(monkeypatch, wrong), [256], Clock({wrong: 1.0, fast: 50.0}))
-    assert done.tiles == {256: fast} and done.gains == {256: 2.0}
-    assert "other bits" in done.notes[0] and "2.00 times as fast as" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert done == {256: fast} and "other bits" in said and "2.00 times as fast as" in said
 
 
-def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
+def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch, capsys) -> None:
     known = tuning.lookup("w4a16", 256, 128, 64, torch.empty(64, 128))
 
     class Slow(Clock):
@@ -128,7 +127,7 @@ def test_a_tile_that_could_not_be_timed_is_left_out(monkeypatch) -> None:
             return 10.0
 
     done = tune_kernels.tune(problem(monkeypatch), [64], Slow({}))
-    assert done.tiles == {64: known} and done.notes[0].endswith("Late")
+    assert done == {64: known} and ": Late\n" in capsys.readouterr().out
 
 
 @NEEDS_TRITON
@@ -154,7 +153,7 @@ def test_a_weights_gradient_is_timed_where_it_adds_and_compared_from_zero() -> N
 
 
 def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path) -> None:
-    """By sorted rows and by their shape, next to what stood in the table; two processes may write one table."""
+    """By sorted rows and by their shape, next to what stood in the table."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     out = tmp_path / "h200.json"
     out.write_text(format_table({"tiles": {"fp8": {"64x64": [[8, {"way": "x_first"}]]}}}))
@@ -169,8 +168,8 @@ def test_what_is_measured_of_experts_is_found_again(monkeypatch, tmp_path: Path)
             found = tune_kernels.tune(problem, [4, 16], Clock({fast: 5.0}))
             tune_kernels.save(out, problem, found)
 
-    with ThreadPoolExecutor(3) as pool:
-        list(pool.map(measure, ["dense", "fp8_block", "w8a8"]))
+    for family in ("dense", "fp8_block", "w8a8"):
+        measure(family)
     table = json.loads(out.read_text())
     found = tuning.parse_table(table)
     assert table["device"] == "NVIDIA H200" and found["fp8"][tuning.Shape(64, 64)].tile(1) == Tile("x_first")
@@ -195,6 +194,5 @@ def test_experts_are_tuned_one_family_after_the_other_and_a_wrong_command_line_i
     assert [len(part) for part in parts] == [2] * 4
     assert [part[0][1][0] for part in parts] == [1, 1024] * 2
     assert len(tune_kernels.parse(["--experts", "tiny-moe"]).families) == len(FAMILIES) + 2
-    assert tune_kernels.parse(["--preset"]).families == list(FAMILIES)
     (part,) = tune_kernels.parts_of(tune_kernels.parse(["--shapes", "64x128", "64x100", "--m", "8"]))
     assert len(part) == 2 * len(FAMILIES) - 2  # the tiled int4 weights need whole blocks of K

@@ -12,7 +12,6 @@ SECTIONS = (*SCHEMES, "experts")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
 FEW_ROWS = 64  # decode: the summary keeps products with at most this many rows apart
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama3-70b")
-TUNED = (*MODELS, "qwen3-1.7b", "qwen3-4b")  # models that tiles are tuned for
 MIXTURES = [name for name, shape in SHAPES.items() if shape.experts]
 
 

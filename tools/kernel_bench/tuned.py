@@ -1,7 +1,6 @@
 """What `tools/tune_kernels.py` times, on random operands, and the table that it writes."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -27,7 +26,7 @@ BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training forward has no fewer
 class Problem:
     """Random operands of one family and shape, and the product of m rows with a given tile."""
 
-    section = "tiles"  # of a table
+    section, numbers = "tiles", ROWS  # of a table that measures all
     grouped: dict[str, Any] = {}  # noqa: RUF012 - arguments of a grouped product: its groups, and whether rows are gathered
 
     def __init__(self, family: str, n: int, k: int, device: torch.device, group: int = 128) -> None:
@@ -72,13 +71,10 @@ class Problem:
         """Rows as a table counts them."""
         return m
 
-    def ladder(self) -> Sequence[int]:
-        """Numbers of rows of a table that measures all."""
-        return ROWS
-
     def known(self, m: int) -> Tile:
         """What the tables give now. After `rows`."""
-        return lookup(self.family, self.n, self.k, m, self.x)
+        rows = self.grouped["groups"].rows if self.grouped else m
+        return lookup(self.family, self.n, self.k, rows, self.x, **self.grouped)
 
     def candidates(self, m: int) -> list[Tile]:
         """Tiles worth trying for m rows."""
@@ -86,7 +82,7 @@ class Problem:
 
     def comparable(self, tile: Tile) -> bool:
         """Whether what a tile gives must have the bits of the others."""
-        return tile.way != "dequantized"  # here of other codes, see `product`
+        return bool(self.grouped) or tile.way != "dequantized"  # here of other codes, see `product`
 
     def timed(self, tile: Tile) -> object:
         """What is timed of `product`."""
@@ -127,7 +123,7 @@ class GroupedProblem(Problem):
     `input_grad` and `weight_grad`, n and k are those of the forward's weight.
     """
 
-    section = "experts"
+    section, numbers = "experts", TOKENS
 
     def __init__(self, family: str, sizes: Sizes, which: str, device: torch.device) -> None:
         self.sizes, self.gathered = sizes, which == "gate_up"
@@ -150,9 +146,6 @@ class GroupedProblem(Problem):
     def limit(self, m: int) -> int:
         return m * self.sizes.per_token
 
-    def ladder(self) -> Sequence[int]:
-        return [self.limit(m) for m in TOKENS]
-
     def rows(self, m: int) -> None:
         rows = self.limit(m)
         super().rows(m if self.gathered else rows)
@@ -167,14 +160,8 @@ class GroupedProblem(Problem):
             self.groups = groups_of(chosen, self.sizes.experts, kernels=self.device.type == "cuda")
         self.grouped = {"groups": self.groups, "gathered": self.gathered}
 
-    def known(self, m: int) -> Tile:
-        return lookup(self.family, self.n, self.k, self.groups.rows, self.x, **self.grouped)
-
     def candidates(self, m: int) -> list[Tile]:
         return candidates(self.family, cdiv(self.limit(m), self.sizes.experts), True, self.gathered)
-
-    def comparable(self, tile: Tile) -> bool:
-        return True
 
     def timed(self, tile: Tile) -> object:
         if self.family == "weight_grad":  # adds to what is there, which `product` has to clear

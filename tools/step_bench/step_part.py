@@ -21,14 +21,6 @@ from qarl.storage.runs import METRICS, read_metrics
 LR = 1e-6
 
 
-def stop_tokens(mean: int | None, vocabulary: int) -> list[int]:
-    """Token ids that end a response of a model with random weights after about `mean` tokens; None: none.
-
-    Such a model gives all tokens similar probabilities, so lengths are nearly geometric.
-    """
-    return [] if mean is None else list(range(5, vocabulary, max(1, mean)))
-
-
 def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
     """The configuration of a whole run. place: The directory with prompts and reward, which gets the run."""
     ahead = any(setting.startswith("rollout.async") for setting in options.set)
@@ -44,7 +36,8 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "n": options.responses,
             "max_response_length": options.new_tokens,
             "ignore_eos": True,  # each response has exactly as many, unless stop tokens end it
-            "stop_token_ids": stop_tokens(options.mean_tokens, shape.vocabulary),
+            # Random weights give all tokens similar probabilities, so lengths are nearly geometric.
+            "stop_token_ids": list(range(5, shape.vocabulary, options.mean_tokens)) if options.mean_tokens else [],
             # one wave of sequences; with rollout.async qarl's default, because several steps' responses are in progress
             "max_num_seqs": None if ahead else options.prompts * options.responses,
             "vllm": {"memory_frac": options.memory_frac},
@@ -62,7 +55,7 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "steps": options.steps,
             "prompts_per_step": options.prompts,
             "micro_batch_tokens": options.tokens,
-            "recompute": options.recompute,
+            "recompute": "layer",
             "run_dir": str(place / "run"),
         },
         "checkpoint": {"every": options.steps + 1, "save_final": False},

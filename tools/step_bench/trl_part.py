@@ -1,23 +1,18 @@
-"""The peer of the step: TRL's GRPOTrainer on the same model and prompts, with vLLM in its process or beside it.
+"""The peer of the step: TRL's GRPOTrainer on the same model and prompts, with vLLM in its process.
 
 Written against TRL 1.16. Its optimizer step accumulates over all responses of a training step, as qarl's does.
 """
 
 import argparse
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from harness import Record, records_of_steps
-from model_sizes import REWARD, VOCABULARY, Shape, model_directory, questions
-from step_bench.step_part import LR, stop_tokens
+from model_sizes import REWARD, Shape, model_directory, questions
+from step_bench.step_part import LR
 
 from qarl.training.metrics import peak_memory_gib
 
@@ -71,21 +66,15 @@ def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any
 
 def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
     """Arguments of `trl.GRPOConfig`. A training step generates once, for all prompts, and steps the optimizer once."""
-    rows, batch = options.prompts * options.responses, options.device_batch
-    assert rows % batch == 0, "bench_step.parse refuses it"
-    tokens = stop_tokens(options.mean_tokens, options.vocabulary or VOCABULARY)
-    ending = {"ignore_eos": True} | ({"stop_token_ids": tokens} if tokens else {})
-    checkpointing = options.recompute != "elementwise"
-    arguments = trainer_arguments(place, options.steps, rows, batch, options.device, checkpointing) | {
+    rows = options.prompts * options.responses
+    arguments = trainer_arguments(place, options.steps, rows, options.device_batch, options.device, True) | {
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
         # each response has exactly as many tokens
-        "generation_kwargs": ending if engine == "vllm" else {"min_new_tokens": options.new_tokens},
+        "generation_kwargs": {"ignore_eos": True} if engine == "vllm" else {"min_new_tokens": options.new_tokens},
         "shuffle_dataset": False,
         "seed": 0,
     }
-    if engine == "vllm" and options.server_gpu is not None:
-        return arguments | {"use_vllm": True, "vllm_mode": "server"}
     colocated = {
         "use_vllm": True,
         "vllm_mode": "colocate",
@@ -94,57 +83,6 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Rec
         "vllm_max_model_length": options.prompt_tokens + options.new_tokens,
     }
     return arguments | (colocated if engine == "vllm" else {})
-
-
-@contextmanager
-def server(options: argparse.Namespace, model: Path) -> Iterator[dict[str, Any]]:
-    """A vLLM server on --server-gpu, as `trl vllm-serve` starts it. Yields `GRPOConfig` arguments that name it."""
-    from trl.scripts.vllm_serve import ScriptArguments, build_command
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    length = options.prompt_tokens + options.new_tokens
-    command = build_command(ScriptArguments(model=str(model), host="127.0.0.1", port=port, max_model_len=length))
-    own = {"CUDA_VISIBLE_DEVICES": str(options.server_gpu), "VLLM_SERVER_DEV_MODE": "1"}
-    process = subprocess.Popen(command, env=os.environ | own, stdout=sys.stderr)
-    try:
-        yield {"vllm_server_base_url": f"http://127.0.0.1:{port}"}
-    finally:
-        process.terminate()
-        process.wait()
-
-
-def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
-    """A record for each training step, and one with medians over those after the first."""
-    model = model_directory(options.model_dir, options.shape, shape, device, 0)
-    engine = "vllm" if device.type == "cuda" else "transformers"  # its own generate
-    place = options.place / options.part
-    place.mkdir()
-    task = {
-        "model": str(model),
-        "grpo": grpo_arguments(options, place / "run", engine),
-        "prompts": options.prompts * options.steps,
-        "new_tokens": options.new_tokens,
-        "tail": options.mean_tokens is not None,
-    }
-    if options.server_gpu is None:
-        result = train(task, device)
-    else:
-        with server(options, model) as named:
-            task["grpo"] |= named
-            result = train(task, device)
-        engine = "vllm server"
-    sampled = result["responses"]
-    assert sampled == options.prompts * options.responses * options.steps, f"{sampled} responses were sampled"
-    yield from records_of(result, engine, options.new_tokens)
-
-
-def records_of(result: Record, engine: str, new_tokens: int) -> Iterator[Record]:
-    """result: of `train`. `rollout_s` holds `publish_s`, `generate_s` and the log-probs at the snapshot."""
-    steps = [times | {"learner_s": times["step_s"] - times["rollout_s"]} for times in result["steps"]]
-    whole = {"new_tokens": new_tokens, "total_s": result["total_s"], "peak_gib": result["peak_gib"]}
-    yield from records_of_steps(steps, steps, engine=engine, **whole)
 
 
 class Spent:
@@ -176,16 +114,14 @@ class Spent:
         return seconds
 
 
-def train(task: Record, device: torch.device) -> Record:
-    """steps: seconds of each; total_s: with the start; peak_gib; responses: how many were sampled.
-
-    task: `model`, a directory; `grpo`, arguments of `trl.GRPOConfig`; `prompts`, how many;
-    `new_tokens` that each response must have, unless `tail` is true.
-    """
+def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
+    """A record for each training step, and one with medians over those after the first."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
+    model = str(model_directory(options.model_dir, options.shape, shape, device, 0))
+    engine = "vllm" if device.type == "cuda" else "transformers"  # its own generate
     spent, lengths = Spent(device), []
     steps: list[dict[str, float]] = []
     reward: dict[str, Any] = {}
@@ -196,30 +132,29 @@ def train(task: Record, device: torch.device) -> Record:
         return reward["spread"](completions, **columns)
 
     def done(seconds: float) -> None:
-        steps.append({"step_s": seconds} | spent.read())
+        times = {"step_s": seconds} | spent.read()
+        steps.append(times | {"learner_s": seconds - times["rollout_s"]})
 
     begin = time.perf_counter()
-    arguments = GRPOConfig(**task["grpo"])
+    arguments = GRPOConfig(**grpo_arguments(options, options.place / options.part, engine))
     trainer = GRPOTrainer(
-        model=task["model"],
+        model=model,
         reward_funcs=spread,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": questions(task["prompts"], 0)}),
-        processing_class=AutoTokenizer.from_pretrained(task["model"], padding_side="left"),
+        train_dataset=Dataset.from_dict({"prompt": questions(options.prompts * options.steps, 0)}),
+        processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         callbacks=[step_clock(spent.now, done)],
     )
-    spent.within(trainer, "_generate_and_score_completions", "rollout_s")  # with the log-probs at the snapshot
+    # It holds `publish_s`, `generate_s` and the log-probs at the snapshot.
+    spent.within(trainer, "_generate_and_score_completions", "rollout_s")
     if arguments.use_vllm:
         spent.within(trainer.vllm_generation, "generate", "generate_s")
         spent.within(trainer.vllm_generation, "sync_weights", "publish_s")
     else:
         spent.within(trainer, "_generate_single_turn", "generate_s")
     trainer.train()
-    total = time.perf_counter() - begin
-    assert lengths and (task["tail"] or set(lengths) == {task["new_tokens"]}), "nothing ends a response early"
-    return {
-        "steps": steps,
-        "total_s": total,
-        "peak_gib": peak_memory_gib(device),
-        "responses": len(lengths),
-    }
+    whole = {"new_tokens": options.new_tokens, "total_s": time.perf_counter() - begin}
+    expected = options.prompts * options.responses * options.steps
+    assert len(lengths) == expected, f"{len(lengths)} responses were sampled"
+    assert set(lengths) == {options.new_tokens}, "nothing ends a response early"
+    yield from records_of_steps(steps, steps, engine=engine, peak_gib=peak_memory_gib(device), **whole)
