@@ -17,14 +17,13 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 from process_tree import ROOT, Started, start
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from qarl.utils.machine import visible_gpus
 
@@ -36,7 +35,7 @@ class Job(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     name: str = Field(pattern=r"^[A-Za-z0-9_-]+$")  # of a log
-    command: str = Field(pattern=r"^[^\x00]*$")
+    command: str
     seconds: float = Field(gt=0, allow_inf_nan=False)
     gpus: int = Field(default=1, ge=1)
 
@@ -50,76 +49,61 @@ class Running:
 
 
 def read_jobs(path: Path) -> list[Job]:
-    """Raises ValueError, in one line, if the file is not a list of jobs."""
-    try:
-        jobs = TypeAdapter(list[Job]).validate_python(yaml.safe_load(path.read_text()))
-    except ValidationError as error:
-        first = error.errors()[0]
-        place = "".join(f", {part}" for part in first["loc"])  # the index of the job and the key
-        raise ValueError(f"{path}{place}: {first['msg']}; give a list of name, command, seconds and gpus") from None
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: {' '.join(str(error).split())}") from error
-    if twice := [name for name, times in Counter(job.name for job in jobs).items() if times > 1]:
-        raise ValueError(f"{path}: two jobs are called {', '.join(twice)}; a name is that of a log")
+    """Raises ValueError if the file is not a list of jobs."""
+    jobs = TypeAdapter(list[Job]).validate_python(yaml.safe_load(path.read_text()))
+    if len({job.name for job in jobs}) < len(jobs):
+        raise ValueError(f"{path}: two jobs have one name, which is that of a log")
     return jobs
 
 
-class Queue:
-    """The jobs of one call. out: the folder of logs. gpus: for jobs, named as in CUDA_VISIBLE_DEVICES."""
+def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path) -> list[str]:
+    """Run jobs until all ended; returns the names of those that failed. An exception ends those that run, too.
 
-    def __init__(self, jobs: Sequence[Job], gpus: Sequence[str], out: Path) -> None:
-        self.waiting, self.free, self.out, self._gpus = list(jobs), list(gpus), out, list(gpus)
-        self.running: list[Running] = []
-        self.failed: list[str] = []
-        self.stopped = 0
-        self._began = time.monotonic()
+    Args:
+        jobs: In the order of their start.
+        gpus: For jobs, named as in CUDA_VISIBLE_DEVICES.
+        out: The folder of logs.
+    """
+    waiting, free, failed = list(jobs), list(gpus), list[str]()
+    running: list[Running] = []
+    begin = time.monotonic()
 
-    def run(self) -> None:
-        """Until all ended, or `stop`. An exception ends those that run, too."""
-        try:
-            while (self.waiting or self.running) and not self.stopped:
-                while self.waiting and self.waiting[0].gpus <= len(self.free) and not self.stopped:
-                    self._start(self.waiting.pop(0))
-                time.sleep(0.1)
-                for one in list(self.running):
-                    self._look(one)
-        finally:
-            for one in self.running:
-                one.started.end(GRACE_S)
-                self._say(f"{one.job.name}: ended early")
-
-    def stop(self, number: int, _: object) -> None:
-        """A handler of signals. It raises nothing, which between a start and its note would leave a job behind."""
-        self.stopped = self.stopped or number
-
-    def _start(self, job: Job) -> None:
-        gpus, self.free = self.free[: job.gpus], self.free[job.gpus :]
-        tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-        visible = ",".join(gpus)
-        own = {"CUDA_VISIBLE_DEVICES": visible, "OUT": str(self.out), "PATH": tools}
-        with (self.out / f"{job.name}.log").open("wb") as log:
-            started = start(["bash", "-c", job.command], os.environ | own, log, cwd=ROOT)
-        self.running.append(Running(job, gpus, started, time.monotonic()))
-        self._say(f"{job.name}: started on GPU {visible}")
-
-    def _look(self, one: Running) -> None:
-        took = time.monotonic() - one.began
-        code = one.started.process.poll()
-        if code is None and took < one.job.seconds:
-            return
-        one.started.end(GRACE_S)  # and what it may have left behind
-        self.running.remove(one)
-        self.free = sorted(self.free + one.gpus, key=self._gpus.index)
-        if code != 0:
-            self.failed.append(one.job.name)
-        how = f"ran out of its {one.job.seconds:g} s" if code is None else f"exit code {code}"
-        self._say(f"{one.job.name}: {how}, {took:.0f} s")
-
-    def _say(self, what: str) -> None:
-        line = f"{time.monotonic() - self._began:7.1f}  {what}"
+    def say(what: str) -> None:
+        line = f"{time.monotonic() - begin:7.1f}  {what}"
         print(line, flush=True)
-        with (self.out / "status.txt").open("a") as file:
+        with (out / "status.txt").open("a") as file:
             file.write(line + "\n")
+
+    try:
+        while waiting or running:
+            while waiting and waiting[0].gpus <= len(free):
+                job = waiting.pop(0)
+                own, free = free[: job.gpus], free[job.gpus :]
+                running.append(Running(job, own, launch(job, own, out), time.monotonic()))
+                say(f"{job.name}: started on GPU {','.join(own)}")
+            time.sleep(0.1)
+            for one in list(running):
+                took, code = time.monotonic() - one.began, one.started.process.poll()
+                if code is None and took < one.job.seconds:
+                    continue
+                one.started.end(GRACE_S)  # and what it may have left behind
+                running.remove(one)
+                free = sorted(free + one.gpus, key=gpus.index)
+                failed += [one.job.name] if code != 0 else []
+                how = f"ran out of its {one.job.seconds:g} s" if code is None else f"exit code {code}"
+                say(f"{one.job.name}: {how}, {took:.0f} s")
+    finally:
+        for one in running:
+            one.started.end(GRACE_S)
+            say(f"{one.job.name}: ended early")
+    return failed
+
+
+def launch(job: Job, gpus: Sequence[str], out: Path) -> Started:
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OUT": str(out), "PATH": tools}
+    with (out / f"{job.name}.log").open("wb") as log:
+        return start(["bash", "-c", job.command], os.environ | own, log, cwd=ROOT)
 
 
 def main() -> None:
@@ -127,33 +111,18 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the jobs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs alone, in this order")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and for what the commands write")
-    parser.add_argument("--gpus", type=int, nargs="+", metavar="INDEX", help="default: all that there are")
+    parser.add_argument("--gpus", nargs="+", metavar="INDEX", help="default: all that there are")
     options = parser.parse_args()
-    try:
-        jobs = read_jobs(options.file)
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    by_name = {job.name: job for job in jobs}
+    by_name, gpus = {job.name: job for job in read_jobs(options.file)}, options.gpus or visible_gpus()
     if unknown := sorted(set(options.only or []) - set(by_name)):
         sys.exit(f"error: --only: no job is called {', '.join(unknown)}; use the names in {options.file}")
     jobs = [by_name[name] for name in options.only or by_name]
-    if options.gpus and (len(set(options.gpus)) < len(options.gpus) or min(options.gpus) < 0):
-        sys.exit("error: --gpus: takes indices from 0, each once")
-    gpus = visible_gpus() if options.gpus is None else [str(index) for index in options.gpus]
     if greedy := [job.name for job in jobs if job.gpus > len(gpus)]:
         sys.exit(f"error: {', '.join(greedy)}: needs more GPUs than the {len(gpus)} here; leave it out with --only")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        sys.exit(f"error: --out: {options.out}: {error.strerror}; name a folder of yours")
-    queue = Queue(jobs, gpus, options.out.resolve())
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, queue.stop)
-    queue.run()
-    if queue.stopped:
-        sys.exit(128 + queue.stopped)
-    if queue.failed:
-        sys.exit(f"failed: {', '.join(queue.failed)}; see {options.out}/NAME.log")
+    options.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # through `finally` in `run`
+    if failed := run(jobs, gpus, options.out.resolve()):
+        sys.exit(f"failed: {', '.join(failed)}; see {options.out}/NAME.log")
 
 
 if __name__ == "__main__":

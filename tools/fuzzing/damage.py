@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from typing import Any
 from fuzzing.values import bombs, file_names, json_values, nested, pick, position, shown, tags, yaml_values
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
-
-TIED = "lm_head.weight"  # may be absent
 
 
 def damage_bytes(draw: DrawFn, data: bytes) -> tuple[str, bytes]:
@@ -162,46 +159,6 @@ def damage_entry(draw: DrawFn, path: Path) -> str:
     kind = pick(draw, list(kinds))
     kinds[kind]()
     return f"{path.name} becomes {kind}"
-
-
-# Changes after which the tensors of a model are of no model with its configuration, and those that leave bad values.
-LOST = ("transposed", "flat", "short", "missing", "renamed", "extra")
-BAD = ("nan", "infinity", "bool", "int64", "float8_e4m3fn")
-ODD = ("zeros", "huge", "float64")
-
-
-def damage_tensors(draw: DrawFn, path: Path, kinds: Sequence[str]) -> tuple[str, str]:
-    """Change a tensor of a safetensors file in one way of `LOST`, `BAD` or `ODD`. Returns what changed, and the way."""
-    import torch
-    from safetensors.torch import load_file
-
-    tensors, kind = dict(sorted(load_file(path).items())), pick(draw, kinds)
-    names = [name for name in tensors if name != TIED]
-    if kind in LOST[:3]:
-        names = [name for name in names if tensors[name].dim() == 2 and len(set(tensors[name].shape)) == 2]
-    name = pick(draw, names)
-    tensor = tensors.pop(name) if kind in ("missing", "renamed") else tensors[name].clone()
-    numbers = {"nan": torch.nan, "infinity": torch.inf, "zeros": 0.0, "huge": 3e38}
-    if kind in LOST[:3]:
-        tensors[name] = {"transposed": tensor.T, "flat": tensor.flatten(), "short": tensor[:-1]}[kind]
-    elif kind in ("renamed", "extra"):
-        tensors[pick(draw, (f"transformer.{name}", f"{name}.data", "model.layers.7.mlp.up_proj.weight"))] = tensor
-    elif kind in numbers and tensor.is_floating_point():
-        start = position(draw, tensor.numel()) if draw(st.booleans()) and kind != "zeros" else None
-        tensor.view(-1)[start : None if start is None else start + 1] = numbers[kind]
-        tensors[name] = tensor
-    elif kind != "missing":
-        dtype = torch.uint8 if kind in numbers else getattr(torch, kind)  # integers hold no NaN, and get another type
-        tensors[name] = torch.zeros(tensor.shape, dtype=dtype)
-    write_tensors(path, tensors)
-    return f"{name} {kind}", kind
-
-
-def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """Write them well-formed."""
-    from safetensors.torch import save_file
-
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path, {"format": "pt"})
 
 
 def seal(checkpoint: Path, files: bool = True) -> None:

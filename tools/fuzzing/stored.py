@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
-from fuzzing.damage import BAD, LOST, ODD, damage_entry, damage_file, damage_tensors, edit_record, parsed, seal
+from fuzzing.damage import damage_entry, damage_file, edit_record, parsed, seal
 from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, weighted
 from hypothesis.strategies import DrawFn
 
@@ -25,8 +25,6 @@ MODEL_LINES = {
     "check": "check c.yaml",
     "train": "train c.yaml",
 }
-MODEL_DAMAGE = {"tensors": 11, "tree": 30, "export": 7}
-WEIGHTS = "model.safetensors"
 
 
 # --- models and exports
@@ -36,21 +34,16 @@ def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
     """A damaged model or export for one of the commands that take one."""
     make_traps(case.cwd)
     lay_out(base, case, "model", "rows.jsonl", "export")
-    model, variant = case.cwd / "model", weighted(draw, MODEL_DAMAGE)
-    command, refuse = pick(draw, list(MODEL_LINES)), False
-    if variant == "tensors":
-        what, kind = damage_tensors(draw, model / WEIGHTS, (*LOST, *LOST, *BAD, *ODD))
-        refuse = kind not in ODD
-    elif variant == "export":
+    model = case.cwd / "model"
+    if chance(draw, 80):
+        what, refuse, command = _damaged_tree(draw, model), False, pick(draw, list(MODEL_LINES))
+    else:
+        shutil.rmtree(model)
+        model.with_name("export").rename(model)
         what, refuse = _damaged_export(draw, model)
         command = pick(draw, ("generate", "eval"))
-    else:
-        what = _damaged_tree(draw, model)
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(config()))
-    case.mutation, case.argv = f"model {variant}: {what}", shlex.split(MODEL_LINES[command])
-    case.must_refuse = refuse and command != "check"  # which reads no tensors
-    if variant == "export" and not refuse:  # half of the cases reach the checks behind the digests
-        case.argv += pick(draw, ([], ["--no-verify-digests"]))
+    case.mutation, case.argv, case.must_refuse = f"model: {what}", shlex.split(MODEL_LINES[command]), refuse
 
 
 def _damaged_tree(draw: DrawFn, model: Path) -> str:
@@ -69,15 +62,10 @@ def _damaged_path(draw: DrawFn, paths: list[Path], files: bool) -> str:
 
 
 def _damaged_export(draw: DrawFn, model: Path) -> tuple[str, bool]:
-    """Put a damaged export in place of the model. Damage that a digest covers must be refused."""
-    shutil.rmtree(model)
-    model.with_name("export").rename(model)
-    kind = pick(draw, ("tree", "tree", "tree", "flip", "missing"))
-    if kind == "tree":
+    """Damage an export. A changed bit, which a digest covers, must be refused."""
+    if chance(draw, 60):
         return _damaged_tree(draw, model), False
     (file,) = model.glob("*.safetensors")
-    if kind == "missing":
-        return damage_tensors(draw, file, ["missing"])[0], True
     raw = bytearray(file.read_bytes())
     data = 8 + int.from_bytes(raw[:8], "little")  # behind the header and its length
     raw[place := data + position(draw, len(raw) - data)] ^= 1
@@ -120,7 +108,7 @@ def _results(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
 
 
 def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Damage a file as what it is. Of a checkpoint's state and manifest, mostly with digests that fit."""
+    """Damage a file as what it is; one of a checkpoint mostly with digests that fit."""
     records = listed("config.yaml  metrics.jsonl  evaluations.jsonl  environment.json  evaluations/000002.jsonl") * 2
     steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json")
     files = listed("manifest.json  manifest.json  state.json  masters.safetensors  optimizer.safetensors")
@@ -128,28 +116,14 @@ def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
     path = run / pick(draw, [*records, *steps]).format(pick(draw, ("000001", "000003", "000003")))
     before = path.read_bytes()
     what = f"{path.relative_to(run)} {damage_file(draw, path)}"
-    if path.name in ("state.json", "manifest.json") and chance(draw, 80):
-        seal(path.parent, files=path.name == "state.json")
+    if path.parent.parent.name == "checkpoints" and chance(draw, 80):
+        seal(path.parent, files=path.name != "manifest.json")
         return f"{what}, digests fit", ()
     changed = before != path.read_bytes()
     if path.name == "manifest.json":  # in whose JSON a space between values means nothing
         changed = json.loads(before) != parsed(path.read_text(errors="replace"))
     digested = path.parent == run / LAST and path.name != "optimizer.safetensors"
     return what, OPENERS if digested and changed else ()
-
-
-def _tensors(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Tensors lost, or with other shapes, types or values, mostly with digests that fit."""
-    names = ("rollouts/000003", f"{LAST}/masters", f"{LAST}/masters", f"{LAST}/optimizer")
-    path, sealed = run / f"{pick(draw, names)}.safetensors", chance(draw, 80)
-    masters = path.stem == "masters"
-    what, kind = damage_tensors(draw, path, (*LOST, *LOST, *BAD, *ODD) if masters else (*BAD, *ODD))
-    if sealed and path.parent == run / LAST:
-        seal(path.parent)
-        what = f"{what}, digests fit"
-    if not masters or (sealed and kind == "zeros"):  # they may have been zeros; if not, the run recorded other codes
-        return f"{path.name} {what}", ()
-    return f"{path.name} {what}", (*OPENERS, "train") if sealed and kind in LOST else OPENERS
 
 
 def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
@@ -166,7 +140,6 @@ def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
 
 RUN_DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
     "file": _file,
-    "tensors": _tensors,
     "entry": _entry,
     "results": _results,
 }

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -66,7 +65,7 @@ texts = sampled_from(["", " ", *MEANINGFUL]) | sampled_from((*UNPRINTABLE, *LONG
 
 # Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
 TRAPS = listed("""
-    ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  zero  null  full  .  ..  ../../x  folder//x
+    ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  .  ..  ../../x  folder//x
     file.json  folder.jsonl  noaccess/x  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
 """)
 ODD = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json", *UNPRINTABLE)
@@ -80,10 +79,7 @@ file_names = sampled_from([*NAMES, "", "000002 ", "new\nline", "n" * 300, "0" * 
 
 
 def make_traps(directory: Path) -> None:
-    """Make the files, folders, links and devices that `TRAPS` names.
-
-    Devices are this directory's own: a command that replaces its output file would replace /dev/null otherwise.
-    """
+    """Make the files, folders and links that `TRAPS` names."""
     for name in ("folder", "folder.jsonl"):
         (directory / name).mkdir()
     (directory / "noaccess").mkdir(mode=0o000)
@@ -92,12 +88,6 @@ def make_traps(directory: Path) -> None:
     (directory / "dangling").symlink_to("nowhere/at/all")
     (directory / "loop").symlink_to("loop")
     os.mkfifo(directory / "fifo")
-    for name, minor in (("zero", 5), ("null", 3), ("full", 7)):
-        try:
-            os.mknod(directory / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
-        except PermissionError:  # no right to make one: then none to replace one in /dev either
-            assert os.geteuid() != 0, "this root may not make devices, and must not hand out those of /dev"
-            (directory / name).symlink_to(f"/dev/{name}")
 
 
 EDGES = [sign * (2**bits - below) for bits in (8, 16, 31, 32, 63, 64, 100) for sign in (1, -1) for below in (0, 1)]
