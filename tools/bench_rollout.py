@@ -103,48 +103,43 @@ def show(row: Record) -> None:
 def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
     """A row per batch size.
 
-    decoding_per_s: tokens after each sequence's first. first_token_s: until all of those are there. first_run_s: the
-    run after a publish, which captures graphs, its kernels being compiled. start_s: until vLLM has its weights.
+    decoding_per_s: tokens after each sequence's first. first_token_s: until all of those are there. start_s: until vLLM
+    has its weights.
     """
     options.device = pick_device(options.device).type
     if options.device == "cpu":
         keep_freed_memory()
-    engine, new_tokens, tokenizer = case["engine"], options.new_tokens, byte_tokenizer(False)
+    new_tokens, tokenizer = options.new_tokens, byte_tokenizer(False)
     shape = shape_of(case["model"], None, options.vocabulary)
-    architecture = shape.architecture()
     labels = {name: value for name, value in case.items() if name != "batch"}
+    labels |= {"prompt_tokens": options.prompt_tokens, "new_tokens": new_tokens}
     with ExitStack() as stack:
-        start, run_of = vllm(options, case, shape, tokenizer, place, stack) if engine == "vllm" else ({}, None)
+        if case["engine"] == "vllm":
+            start, run_of = vllm(options, case, shape, tokenizer, place, stack)
+            labels |= start
         for batch in case["batch"]:
             prompts = prompts_of(options, batch)
-            # Products for a prompt and its response; the last sampled token is not run.
-            flops = batch * forward_flops(architecture, [range(options.prompt_tokens)], [range(new_tokens)])
-            again: Callable[[], object] = lambda: None  # noqa: E731
-            if engine == "native":
-                run, again = native(policy_of(options, shape, case["variant"]), tokenizer, prompts)
+            if case["engine"] == "native":
+                run = native(policy_of(options, shape, case["variant"]), tokenizer, prompts)
+            elif case["engine"] == "hf":
+                run = hugging_face(options, shape, case["variant"], prompts)
             else:
-                run = run_of(batch) if run_of else hugging_face(options, shape, case["variant"], prompts)
+                run = run_of(batch)
             run(new_tokens)
-            again()
-            first_run, *seconds = (timed(run, new_tokens, batch) for _ in range(1 + options.repeats))
+            seconds = [timed(run, new_tokens, batch) for _ in range(options.repeats)]
             first_token = statistics.median(timed(run, 1, batch) for _ in range(options.repeats))
             middle = statistics.median(seconds)
-            yield (
-                labels
-                | start
-                | {
-                    "batch": batch,
-                    "prompt_tokens": options.prompt_tokens,
-                    "new_tokens": new_tokens,
-                    "tokens_per_s": batch * new_tokens / middle,
-                    "decoding_per_s": batch * (new_tokens - 1) / max(middle - first_token, 1e-9),
-                    "first_token_s": first_token,
-                    "first_run_s": first_run,
-                    "gflop_per_s": flops / middle / 1e9,
-                    "all_seconds": seconds,
-                    "peak_gib": peak_memory_gib(torch.device(options.device)),
-                }
-            )
+            # Products for a prompt and its response; the last sampled token is not run.
+            lengths = [range(options.prompt_tokens)], [range(new_tokens)]
+            yield labels | {
+                "batch": batch,
+                "tokens_per_s": batch * new_tokens / middle,
+                "decoding_per_s": batch * (new_tokens - 1) / max(middle - first_token, 1e-9),
+                "first_token_s": first_token,
+                "gflop_per_s": batch * forward_flops(shape.architecture(), *lengths) / middle / 1e9,
+                "all_seconds": seconds,
+                "peak_gib": peak_memory_gib(torch.device(options.device)),
+            }
 
 
 def prompts_of(options: argparse.Namespace, batch: int) -> list[list[int]]:
@@ -195,11 +190,11 @@ def generating(engine: Any, version: int, prompts: Callable[[], list[list[int]]]
     return run
 
 
-def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> tuple[Generate, Callable[[], object]]:
-    """A function that generates once, and one that publishes the version again."""
+def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> Generate:
+    """A function that generates once."""
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
     engine.publish(policy.current)
-    return generating(engine, policy.version, lambda: prompts), lambda: engine.publish(policy.current)
+    return generating(engine, policy.version, lambda: prompts)
 
 
 def vllm(
@@ -214,14 +209,13 @@ def vllm(
         os.environ["VLLM_BATCH_INVARIANT"] = "1"
     policy = policy_of(options, shape, case["variant"])
     canary = torch.randint(3, 259, (2, min(64, options.prompt_tokens + options.new_tokens - 1))).tolist()
-    notes: list[str] = []
-    weights = WeightSender(policy.sampler.layout, tokenizer, policy.sampler, canary, notes.append)
+    weights = WeightSender(policy.sampler.layout, tokenizer, policy.sampler, canary, print)
     config = vllm_config(options, case, policy.quant, place)
-    engine = VLLMEngine(config, policy.sampler.layout, tokenizer, weights, place, notes.append)
+    engine = VLLMEngine(config, policy.sampler.layout, tokenizer, weights, place, print)
     stack.callback(engine.close)
     start = time.perf_counter()
     engine.publish(policy.current)
-    started = {"start_s": time.perf_counter() - start, "phases": engine.phases, "notes": notes}
+    started = {"start_s": time.perf_counter() - start, "phases": engine.phases}
     return started, lambda batch: generating(engine, policy.version, lambda: prompts_of(options, batch))
 
 

@@ -193,19 +193,8 @@ def bounds_of(part: Schema) -> str:
     low = part["minimum"] if "minimum" in part else part.get("exclusiveMinimum", -math.inf)
     high = part["maximum"] if "maximum" in part else part.get("exclusiveMaximum", math.inf)
     if high >= TECHNICAL:
-        return "" if low <= -TECHNICAL else f" {'>=' if 'minimum' in part else '>'} {plain(low)}"
-    return f" {'[' if 'minimum' in part else '('}{plain(low)}, {plain(high)}{']' if 'maximum' in part else ')'}"
-
-
-def plain(number: float) -> str:
-    """A number in few characters, exactly: 1e8, 0.0001, 1024, 2^31."""
-    if 2**30 <= number < math.inf and math.log2(number).is_integer():
-        return f"2^{int(math.log2(number))}"
-    short = f"{number:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-    if 10_000 <= abs(number) < math.inf and number % 10_000 == 0:
-        digits = str(int(number)).rstrip("0")
-        short = f"{digits}e{len(str(int(number))) - len(digits)}"
-    return short if float(short) == number else str(number)
+        return "" if low <= -TECHNICAL else f" {'>=' if 'minimum' in part else '>'} {low:g}"
+    return f" {'[' if 'minimum' in part else '('}{low:g}, {high:g}{']' if 'maximum' in part else ')'}"
 
 
 def shown(value: Any) -> str:

