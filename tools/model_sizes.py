@@ -1,12 +1,12 @@
 """Models of known shapes with random weights, their directories, and the prompts of a training step."""
 
-import random
 import tempfile
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from qarl_formats.registry import grouped_names
@@ -97,6 +97,39 @@ SHAPES = {
 }
 
 
+MIXTURES = [name for name, shape in SHAPES.items() if shape.experts]
+
+
+class Layer(NamedTuple):
+    """One linear layer: its model, its name there, (N, K) = (out_features, in_features)."""
+
+    model: str
+    name: str
+    n: int
+    k: int
+
+
+def linears(a: Architecture) -> dict[str, tuple[int, int]]:
+    """(N, K) of the linear layers of a model by name; q, k, v and gate, up are one weight each."""
+    heads, hidden, mixture = a.num_heads * a.head_dim, a.hidden_size, a.mixture
+    found = {"qkv": (heads + 2 * a.num_kv_heads * a.head_dim, hidden), "o": (hidden, heads)}
+    if mixture is None or a.dense_layers:
+        found |= {"gate_up": (2 * a.intermediate_size, hidden), "down": (hidden, a.intermediate_size)}
+    if mixture is not None and mixture.shared:
+        found |= {"shared_gate_up": (2 * mixture.shared, hidden), "shared_down": (hidden, mixture.shared)}
+    return found
+
+
+def layers(models: Iterable[str]) -> Iterator[Layer]:
+    """The linear layers of these models, each shape once."""
+    seen: set[tuple[int, int]] = set()
+    for model in models:
+        for name, size in linears(SHAPES[model].architecture()).items():
+            if size not in seen:
+                seen.add(size)
+                yield Layer(model, name, *size)
+
+
 def shape_of(name: str, layers: int | None, vocabulary: int | None) -> Shape:
     """The shape of that name, with other sizes if given. Default vocabulary: the shape's, at most VOCABULARY."""
     shape = SHAPES[name]
@@ -143,24 +176,14 @@ def _save_model(place: Path, shape: Shape, device: torch.device, seed: int) -> N
     random_model(shape, device, seed, dtype=torch.bfloat16).save_pretrained(place)
 
 
-THINGS = ("apples", "pencils", "tickets", "stamps", "marbles", "books", "loaves of bread", "bottles of water")
-PEOPLE = ("Weng", "Betty", "Julie", "James", "Mark", "Ken", "Alexis", "Tina", "Randy", "Jasper")
-
-
-def questions(count: int, seed: int) -> list[str]:
+def questions(count: int) -> list[str]:
     """Distinct word problems of the kind and length of GSM8K's."""
-    draw = random.Random(f"questions-{seed}")
-    found: dict[str, None] = {}
-    while len(found) < count:
-        who, other = draw.sample(PEOPLE, 2)
-        thing = draw.choice(THINGS)
-        a, b, c = draw.randint(12, 96), draw.randint(2, 9), draw.randint(3, 40)
-        found[
-            f"Question: {who} sold {a} {thing} in April, and then {who} sold {b} times as many {thing} in May. In June "
-            f"{other} gave {who} {c} more {thing} than half of what was sold in April. How many {thing} did {who} "
-            "handle altogether in these three months? Reason step by step.\nAnswer:"
-        ] = None
-    return list(found)
+    return [
+        f"Question: Weng sold {12 + i} apples in April, and then Weng sold {2 + i % 8} times as many apples in May. In "
+        f"June Betty gave Weng {3 + i % 38} more apples than half of what was sold in April. How many apples did Weng "
+        "handle altogether in these three months? Reason step by step.\nAnswer:"
+        for i in range(count)
+    ]
 
 
 REWARD = '''"""A reward that differs from response to response, so that each of them has an advantage."""

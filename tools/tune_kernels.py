@@ -24,7 +24,6 @@ import torch
 import triton
 from harness import command_line
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.shapes import MIXTURES, linears
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
     PRODUCTS,
@@ -35,7 +34,7 @@ from kernel_bench.tuned import (
     dump_tile,
     format_table,
 )
-from model_sizes import SHAPES
+from model_sizes import MIXTURES, SHAPES, linears
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name
 from qarl_kernels.tuning import BACKWARD, FAMILIES, TABLES, Entry, Tile, parse_entry

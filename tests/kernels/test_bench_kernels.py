@@ -29,7 +29,7 @@ def product_row(section: str, who: str, us: float, m: int = 16, n: int = 64) -> 
 
 def test_the_table_of_a_report(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     import bench_kernels
-    from kernel_bench.summary import failures
+    from bench_kernels import failures
 
     rows = [
         product_row("fp8", "qarl", 10.0, m=1),
@@ -95,7 +95,7 @@ def test_operands_stand_for_the_numbers_that_were_quantized_and_qarls_kernels_mu
 @pytest.mark.parametrize("scheme", ["w8a8", "dense"])
 def test_rows_of_a_scheme_beside_peers(scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from kernel_bench import products
-    from kernel_bench.shapes import Layer
+    from model_sizes import Layer
 
     def wrong(problem: products.Problem) -> products.Maker:
         return lambda m: lambda: problem.expected(torch.arange(m)) * 1.1

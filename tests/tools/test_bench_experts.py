@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from bench_kernels import table
 from kernel_bench.experts import TOLERANCE, Experts, make_routing, qarl, torch_grouped
 from kernel_bench.measure import Wrong, check
-from kernel_bench.summary import table
 from model_sizes import SHAPES
 
 CPU = torch.device("cpu")

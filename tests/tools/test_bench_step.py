@@ -40,7 +40,7 @@ def test_options_are_checked_and_only_parts_with_schemes_run_once_per_scheme(cap
     assert found == [("step", "tiny", "bf16"), ("step", "tiny", "fp8"), ("trl", "tiny")]
 
 
-def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
+def test_shapes_are_those_of_their_models():
     # Parameters by the models' own pages, with the vocabularies of their tokenizers.
     billions = {"0.6b": 0.596, "1.7b": 1.72, "4b": 4.02, "8b": 8.19, "14b": 14.77, "32b": 32.76, "30b-a3b": 30.53}
     for name, expected in billions.items():
@@ -50,8 +50,7 @@ def test_shapes_are_those_of_their_models_and_questions_repeat_with_the_seed():
     assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
     assert shape_of("qwen3-8b", None, None).vocabulary == 49_152 < SHAPES["qwen3-8b"].vocabulary
     assert SHAPES["qwen3-8b"].layers == 36
-    found = questions(200, 0)
-    assert len(set(found)) == 200 and found == questions(200, 0) and found[:5] != questions(5, 1)
+    assert len(set(questions(200))) == 200
 
 
 def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
@@ -121,7 +120,7 @@ def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
     proved = {"publish/proved_frac": 1.0, "publish/sent_mib": 4.0}
     first, second, whole = step_part.records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
     assert (first["publish_s"], first["publish_s_max"], first["publish_load_s"]) == (9.0, 10.0, 0.25)
-    assert (second["publish_proved_frac"], second["publish_sent_mib"]) == (1.0, 4.0)
+    assert (second["publish/proved_frac"], second["publish/sent_mib"]) == (1.0, 4.0)
     assert (whole["publish_s"], whole["publish_s_mean"], whole["publish_s_max"]) == (1.0, 1.5, 2.0)
 
 
@@ -179,7 +178,7 @@ def test_whole_steps_run_with_exactly_so_many_tokens(tmp_path, run_forked):
     found = json.loads(out.read_text())
     first, second, whole = found["records"]
     assert (first["step"], second["step"], whole["what"], whole["new_tokens"]) == (1, 2, "step", 6)
-    assert whole["seconds"] == second["step_s"] and first["idle_responses"] == 0
+    assert whole["seconds"] == second["step_s"] and first["policy/zero_advantage_frac"] == 0
     assert found["environment"]["packages"]["torch"] and "host" not in found["environment"]
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["tiny-2-512-bytes-0"]
     assert "2 x 2 x 6 1 ranks" in done.out

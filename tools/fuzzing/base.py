@@ -14,7 +14,8 @@ import yaml
 from fuzzing.case import Case, Command, execute
 from tiny_models import save_tiny_model, tiny_settings
 
-SHIPPED = sorted((Path(__file__).parents[2] / "configs").rglob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").rglob("*.yaml"))
 ROWS = [
     {"question": f"{a} + {b}", "problem": f"{a} + {b}", "answer": str(a + b), "solution": str(a + b)}
     for a in range(1, 5)
@@ -29,15 +30,6 @@ EVALUATE_GREEDILY = "eval model --data minerva={} --samples 1 --temperature 0 --
 REWARD = """\
 def f(completions, prompts, **columns):
     return [float(len(completion) % 3) for completion in completions]
-"""
-OBJECTIVE = """\
-from qarl.objectives import Surrogate, clamped_exp, ratio_stats
-
-
-def f(inputs):
-    ratio, clamped = clamped_exp(inputs.log_ratio)
-    stats = ratio_stats(ratio, clamped, clamped, inputs.counted_tokens)
-    return Surrogate(inputs.token_advantages * ratio, stats)
 """
 SUMS = {"source": "task:arithmetic", "task": {"size": 4}, "max_prompt_length": 64}
 FILE_DATA = {"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question"}}
@@ -63,7 +55,7 @@ def write_inputs(work: Path) -> None:
     texts = {
         "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
         "reward.py": REWARD,
-        "objective.py": OBJECTIVE,
+        "objective.py": (ROOT / "examples/custom_objective.py").read_text(),
         "tiny.yaml": yaml.safe_dump(config()),
     }
     for name, text in texts.items():

@@ -24,7 +24,6 @@ import psutil
 
 # Seconds of CPU, and bytes of address space beyond this process's. A command that only reads files must be fast.
 READING, WORKING = (10.0, 2 * 2**30), (60.0, 6 * 2**30)
-READERS = ("check", "schema", "runs")
 PATIENCE = 4  # wall seconds per second of CPU: other processes may keep a case from the cores
 FILE_LIMIT = 256 * 2**20  # bytes of any file that a case writes
 READ_LIMIT = 4 * 2**20  # bytes of output that are looked at
@@ -62,7 +61,7 @@ class Case:
     @property
     def reads_only(self) -> bool:
         """Whether it runs no model."""
-        return self.command in READERS
+        return self.command in ("check", "schema", "runs")
 
     @property
     def cwd(self) -> Path:
@@ -148,11 +147,7 @@ def _child(case: Case, command: Command) -> Never:
     except BaseException:  # as an interpreter ends, without taking down what was imported
         traceback.print_exc()
         code = 1
-    try:
-        sys.stdout.flush()
-    except BaseException:  # as an interpreter ends that cannot write what is left
-        traceback.print_exc()
-        code = 120
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(int(code) & 0xFF)
 
@@ -169,8 +164,6 @@ def _redirect(directory: Path) -> None:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a file; none if it does not exist."""
-    if not path.exists():
-        return b""
+    """The first bytes of a file."""
     with path.open("rb") as file:
         return file.read(READ_LIMIT)

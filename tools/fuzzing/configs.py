@@ -109,12 +109,9 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
     from qarl.objectives.registry import BY_NAME
 
     section = data.get("objective")
-    if path[0] != "objective" or not isinstance(section, dict) or "name" in section:
-        return
-    readers = [name for name, one in BY_NAME.items() if set(section) <= set(one.model_fields)]
-    section["name"] = pick(draw, readers or ["sapo"])
-    if section["name"] == "custom":
-        section.setdefault("path", "objective.py:f")
+    if path[0] == "objective" and isinstance(section, dict) and "name" not in section:
+        readers = [name for name, one in BY_NAME.items() if set(section) <= set(one.model_fields) - {"path"}]
+        section["name"] = pick(draw, readers or ["sapo"])
 
 
 def mutate_override(draw: DrawFn, base: Path, case: Case) -> None:
@@ -177,7 +174,7 @@ def valid_config(draw: DrawFn) -> tuple[str, dict[str, Any]]:
         if "x-name" in node:
             place(data, (*path[:-1], "name"), node["x-name"])
         if data.get("objective", {}).get("name") == "custom":
-            data["objective"]["path"] = "objective.py:f"
+            data["objective"]["path"] = "objective.py:cispo"
         changes.append(f"{'.'.join(map(str, path))} = {value!r}")
     return "; ".join(changes), data
 

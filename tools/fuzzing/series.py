@@ -8,7 +8,6 @@ from pathlib import Path
 from fuzzing.case import Case, Command, execute
 from fuzzing.configs import mutate_config, mutate_nothing, mutate_override
 from fuzzing.datasets import mutate_dataset
-from fuzzing.options import mutate_options
 from fuzzing.stored import mutate_model, mutate_run
 from fuzzing.verdict import Result, Verdict, judge
 from hypothesis import given, settings
@@ -19,7 +18,6 @@ from hypothesis.strategies import DrawFn
 MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "config": (40, mutate_config),
     "override": (15, mutate_override),
-    "option": (12, mutate_options),
     "data": (9, mutate_dataset),
     "run": (12, mutate_run),
     "model": (9, mutate_model),

@@ -28,32 +28,24 @@ class Verdict:
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
     """The worst that can be said of it."""
-    texts = []
-    for name, data in (("stderr", outcome.err), ("stdout", outcome.out)):
-        try:
-            texts.append(data.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            if len(data) - error.start > 3:  # not merely cut at READ_LIMIT
-                return Verdict("bad", "output", f"{name} is not UTF-8")
-            texts.append(data.decode("utf-8", "replace"))
-    err, out = texts
-    said = next((line for line in err.splitlines() if line.startswith("error: ")), "no line `error: ...`")[:300]
+    err, out = (data.decode(errors="surrogateescape") for data in (outcome.err, outcome.out))
     if outcome.timed_out:
         return Verdict("bad", "hang", f"more than {case.limits[0]:g} s")
     if TRACEBACK.search(err) or TRACEBACK.search(out):
         return Verdict("bad", "traceback", "a traceback was printed")
     if outcome.code < 0:
         return Verdict("bad", "signal", f"signal {-outcome.code}")
-    if strange := _strange(out, err):
-        return Verdict("bad", "output", strange)
+    for char in sorted(set(out + err) - {"\n", "\t"}):  # would drive a terminal, or is not UTF-8
+        if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+            return Verdict("bad", "output", f"U+{ord(char):04X}")
     if outcome.code == 0:
         return Verdict("bad", "silent", "accepted without a word") if case.must_refuse else Verdict("accepted")
-    if outcome.code == 2:
-        fault = refusal_fault(err, case.reads_only)
-        return Verdict("bad", "output", fault) if fault else Verdict("refused")
     if outcome.code == 1 and case.command in MEMBER_FAILED:
         return Verdict("refused")
-    return Verdict("bad", "exit code", f"exit code {outcome.code}: {said}")
+    if outcome.code != 2:
+        return Verdict("bad", "exit code", f"exit code {outcome.code}")
+    fault = refusal_fault(err, case.reads_only)
+    return Verdict("bad", "output", fault) if fault else Verdict("refused")
 
 
 def refusal_fault(err: str, reads_only: bool) -> str | None:
@@ -62,27 +54,14 @@ def refusal_fault(err: str, reads_only: bool) -> str | None:
     Commands that run a model may have said what they were doing before.
     """
     if err.lstrip().startswith(("Usage:", "\u256d\u2500 Error")):  # typer's own, in a box
-        return None if "Error" in err else "a usage without an error"
+        return None
     lines = [line for line in err.splitlines() if line]
-    errors = [line for line in lines if line.startswith("error: ")]
-    if not errors:
-        return "no line `error: ...`"
+    errors = [line for line in lines if re.match(r"error: \S", line)]
+    if not errors or lines[-1] != errors[-1]:
+        return "the last line is no error"
     if reads_only and errors != lines:
         return "a line that is no error"
-    if lines[-1] != errors[-1]:
-        return "the last line is no error"
-    return None if all(line.removeprefix("error: ").strip() for line in errors) else "an empty error"
-
-
-def _strange(out: str, err: str) -> str | None:
-    """Characters that drive a terminal, or lines beyond reading."""
-    for name, text in (("stdout", out), ("stderr", err)):
-        for char in sorted(set(text) - {"\n", "\t"}):
-            if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-                return f"U+{ord(char):04X} on {name}"
-    if max(map(len, err.splitlines()), default=0) > LONGEST_LINE:
-        return f"a line of more than {LONGEST_LINE} characters on stderr"
-    return None
+    return "a line too long to read" if max(map(len, lines)) > LONGEST_LINE else None
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured, picked_rows, reason
-from kernel_bench.shapes import Layer
+from model_sizes import Layer
 from qarl_formats.registry import grouped_names, make_scheme
 from qarl_formats.scheme import Codes
 from qarl_formats.weight import LowBitWeight, quantize_weight

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -63,10 +64,6 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
     }
 
 
-def peak_of(metrics: dict[str, Any]) -> float:
-    return metrics.get("memory/peak_gib_max", metrics["memory/peak_gib"])
-
-
 def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
     """A record for each training step, and one with medians over those after the first, which compiles."""
     from qarl.config import load_config
@@ -75,7 +72,7 @@ def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> 
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
     place = options.place / options.part
     place.mkdir()
-    rows = [json.dumps({"prompt": text}) + "\n" for text in questions(options.prompts * options.steps, 0)]
+    rows = [json.dumps({"prompt": text}) + "\n" for text in questions(options.prompts * options.steps)]
     (place / "prompts.jsonl").write_text("".join(rows))
     (place / "reward.py").write_text(REWARD)
     (place / "step.yaml").write_text(dump_yaml(step_sections(options, shape, model, place, engine)))
@@ -102,27 +99,21 @@ def run(options: argparse.Namespace, path: Path, config: Config) -> int:
     return train(config)
 
 
-def seconds_of(metrics: dict[str, Any]) -> Record:
-    """Times without their prefix: `publish_s`; on several ranks the first one's, beside `publish_s_min`, `_mean` and
-    `_max`."""
-    return {name.removeprefix("time/"): value for name, value in metrics.items() if name.startswith("time/")}
-
-
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
-    """steps: lines of metrics.jsonl. total: seconds of the run with its start.
+    """The metrics of each step, with names as TRL's part has them.
 
-    Of several ranks memory is the most of any; the whole batch's tokens count, by the slowest rank's time.
+    Args:
+        steps: Lines of metrics.jsonl. On several ranks `publish_s` is the first one's, beside `publish_s_min`.
+        new_tokens: The most per response.
+        engine: That sampled.
+        total: Seconds of the run with its start.
     """
     found = []
     for metrics in steps:
-        rates = {f"{side}_tokens_per_s": metrics[f"throughput/{side}_tokens_per_s"] for side in ("rollout", "learner")}
-        memory = {"peak_gib": peak_of(metrics)}
-        seen = {"idle_responses": metrics["policy/zero_advantage_frac"], "length_mean": metrics["response/length_mean"]}
-        seen |= {name: value for name, value in metrics.items() if name.startswith("async/")}
-        # What proves a publish to vLLM, the first rank's: a rank whose publish fails ends the run.
-        seen |= {name.replace("/", "_"): value for name, value in metrics.items() if name.startswith("publish/")}
-        if "mismatch/delta_abs_max" in metrics:
-            seen["delta_abs_max"] = metrics["mismatch/delta_abs_max"]
-        found.append(seconds_of(metrics) | rates | memory | seen)
-    whole = {"new_tokens": new_tokens, "total_s": total, "peak_gib": max(map(peak_of, steps))}
-    yield from records_of_steps(found, list(map(seconds_of, steps)), engine=engine, **whole)
+        peak = metrics.get("memory/peak_gib_max", metrics["memory/peak_gib"])
+        found.append({name.removeprefix("time/"): value for name, value in metrics.items()} | {"peak_gib": peak})
+    times = [
+        {name: value for name, value in step.items() if re.search("_s(_min|_max|_mean)?$", name)} for step in found
+    ]
+    whole = {"new_tokens": new_tokens, "total_s": total, "peak_gib": max(step["peak_gib"] for step in found)}
+    yield from records_of_steps(found, times, engine=engine, **whole)

@@ -141,7 +141,7 @@ def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> 
         model=model,
         reward_funcs=spread,
         args=arguments,
-        train_dataset=Dataset.from_dict({"prompt": questions(options.prompts * options.steps, 0)}),
+        train_dataset=Dataset.from_dict({"prompt": questions(options.prompts * options.steps)}),
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         callbacks=[step_clock(spent.now, done)],
     )
