@@ -25,6 +25,8 @@ class Compiled:
         self.function, self.packed_metadata = len(runs), (4, 1, 0)
         self.run = Launcher(self, runs)
 
+    def _init_handles(self) -> None: ...
+
     def launch_metadata(self, grid: Any, stream: int, *arguments: Any) -> None:
         return None
 

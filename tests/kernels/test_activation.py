@@ -65,13 +65,6 @@ def test_int8_multiplier_stays_finite_below_the_range_of_its_reciprocal():
     assert codes.tolist() == [[3, -3, 0]]  # 1e-38 * 3.4e38, where 127 / 1e-38 would be infinite
 
 
-@pytest.mark.parametrize("magnitude", [1e-30, 1.0, 3e38])
-def test_int8_codes_reach_127_and_not_further(magnitude):
-    x = torch.randn(4096, 8, generator=torch.Generator().manual_seed(2)).clamp(-1, 1) * magnitude
-    codes, _ = quantize_activation_int8(x)
-    assert (codes.int().abs().amax(-1) == 127).all()
-
-
 @pytest.mark.parametrize("quantize", QUANTIZERS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nonfinite_row_shows_in_its_scale_and_in_no_other(quantize, value):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from qarl_kernels import attention
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
 from torch import Tensor
 
@@ -105,16 +104,6 @@ def test_a_sequence_has_the_same_bits_in_every_batch(size: int) -> None:
         assert torch.equal(case.attend(spans, size), torch.cat(alone[8 - batch :]))
 
 
-def test_tiles_of_one_group_and_parts_of_it_have_the_bits_of_tiles_on_their_own(monkeypatch) -> None:
-    case = Sequences([64] * 5, 4, 2, 16)
-    rows = torch.arange(5 * 64).view(20, TILE)
-    together = QueryTiles(rows, rows % 64, torch.tensor(case.pages).repeat_interleave(4, dim=0))
-    expected = case.attend([(s, 0, 64) for s in range(5)])
-    for most in (attention.MAX_ELEMENTS, 1):  # 1: a group is split to save memory
-        monkeypatch.setattr(attention, "MAX_ELEMENTS", most)
-        assert torch.equal(paged_attention(torch.cat(case.q), *case.cache, [together], 0.3), expected)
-
-
 def test_a_float32_cache_more_pages_and_what_hidden_slots_hold_change_no_bit() -> None:
     case = Sequences([100], 4, 2, 16, torch.bfloat16, spare=3)
     expected = case.attend([(0, 0, 100)])
@@ -125,10 +114,3 @@ def test_a_float32_cache_more_pages_and_what_hidden_slots_hold_change_no_bit() -
         cache[case.spare] = torch.nan
         cache[case.pages[0][1], :, 100 - PAGE :] = filled
     assert torch.equal(case.attend([(0, 0, 100)]), expected)
-
-
-def test_every_row_is_written_whatever_the_order_of_tiles() -> None:
-    case = Sequences([40], 4, 2, 16)
-    rows = torch.tensor([[32 + i if i < 8 else -1 for i in range(TILE)], list(range(16, 32)), list(range(16))])
-    tiles = [QueryTiles(rows, rows.clamp(min=0), torch.tensor(case.pages * 3))]
-    assert torch.equal(paged_attention(case.q[0], *case.cache, tiles, 0.3), case.attend([(0, 0, 40)]))

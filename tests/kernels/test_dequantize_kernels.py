@@ -7,10 +7,8 @@ from pairwise import pairwise
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import LowBitWeight
 from qarl_kernels.dequantize import dequantize_bytes, dequantize_int4
-from qarl_kernels.launch import recording
 from qarl_kernels.nvfp4_weights import quantize_nvfp4
-from qarl_kernels.quantize import activation_codes
-from qarl_kernels.tile import meta_w4a8, tile_int4, untile_int4
+from qarl_kernels.tile import tile_int4, untile_int4
 
 pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
@@ -86,21 +84,3 @@ def test_no_rows_give_empty_weights(device):
     assert tiled.shape == (0, 1, 16, 16) and untile_int4(tiled, 0, 32).shape == (0, 4)
     packed, scale, bad = quantize_nvfp4(torch.zeros(0, 32, device=device), torch.ones(1, device=device))
     assert packed.shape == (0, 16) and scale.shape == (0, 2) and bad.item() == 0
-
-
-def test_a_stack_of_experts_takes_no_more_programs_than_a_grid_has() -> None:
-    """65,535 along the second axis, where weights of 512 experts have as many tiles of 16 rows. Nothing is read."""
-    n, k = 512 * 2048, 4096
-    packed, codes = torch.empty(n, k // 8, dtype=torch.int32, device="meta"), torch.empty(n, k, device="meta")
-    scale = torch.empty(n, 32, device="meta")
-    with recording() as launches:
-        dequantize_int4(packed, scale, None, k, torch.bfloat16)
-        dequantize_bytes(codes.to(torch.int8), scale[:, :1].clone(), torch.bfloat16)
-        dequantize_bytes(codes.to(torch.float8_e4m3fn), scale[: n // 128].clone(), torch.bfloat16, True)
-        untile_int4(tile_int4(packed, k), n, k)
-        meta_w4a8(scale, n, k, 128)
-        for kind in ("int8", "fp8", "fp8_group"):
-            activation_codes(codes, kind)  # as many sorted rows
-        for name, group in (("w4a16", 128), ("w8a8", None), ("fp8", None), ("fp8_block", None)):
-            make_scheme(name, group).quantize(codes, kernels=True)
-    assert len(launches) == 13 and all(max((*one.grid, 0)[1:]) < 65_536 for one in launches)

@@ -17,14 +17,12 @@ from qarl_kernels.logprob import (
     token_logprobs,
     truncate_,
 )
-from qarl_kernels.truncation import normalized
 from torch import Tensor
 
-UNRANKED = [Truncation(), Truncation(0.7), Truncation(0.0), Truncation(min_p=0.05), Truncation(1.3, min_p=0.02)]
-RANKED = [Truncation(top_k=5), Truncation(0.8, top_p=0.9), Truncation(top_k=20, top_p=0.8, min_p=0.01)]
-# (rows, vocabulary, features): one tile and a bit, one row, whole tiles, rows of logits and features that only pointers
-# can read
-SHAPES = [(37, 301, 48), (1, 61, 16), (64, 256, 32), (5, 259, 20)]
+UNRANKED = [Truncation(), Truncation(0.0), Truncation(1.3, min_p=0.02)]
+RANKED = [Truncation(0.8, top_p=0.9), Truncation(top_k=20, top_p=0.8, min_p=0.01)]
+# (rows, vocabulary, features): one tile and a bit, whole tiles, rows of logits and features that only pointers can read
+SHAPES = [(37, 301, 48), (64, 256, 32), (5, 259, 20)]
 
 pytestmark = [pytest.mark.usefixtures("poisoned", "small_head"), QUIET]
 
@@ -55,12 +53,11 @@ def _check(found: Distribution, of_token, truncation: Truncation, logits: Tensor
 
 
 @NEEDS_TRITON
-@pytest.mark.parametrize("truncation", [Truncation(0.7), Truncation(min_p=0.05)], ids=str)
-def test_a_rows_bits_are_its_own(device, monkeypatch, truncation) -> None:
-    hidden, weight = _case(150, 301, 16, device)
+def test_a_rows_bits_are_its_own(device, monkeypatch) -> None:
+    hidden, weight = _case(150, 130, 16, device)
 
     def found(hidden: Tensor) -> tuple[Tensor, Tensor]:
-        made = fused_distribution(hidden, weight, truncation)
+        made = fused_distribution(hidden, weight, Truncation(0.7, min_p=0.05))
         return made.logits, made.all_logprobs()
 
     assert_rows_are_their_own(found, hidden)
@@ -92,27 +89,3 @@ def test_it_has_the_log_probs_of_the_learner(device, fused, rows, vocabulary, fe
 
     found = fused_distribution(hidden, weight, truncation) if fused else distribution(hidden, wide, truncation)
     _check(found, learner, truncation, logits, vocabulary)
-
-
-@NEEDS_TRITON
-def test_a_min_p_that_cuts_next_to_nothing(device) -> None:
-    hidden, weight = _case(5, 301, 48, device)
-    found = fused_distribution(hidden, weight * 40, Truncation(min_p=1e-40))
-    every = found.all_logprobs()
-    tokens = every.argmin(-1)
-    assert torch.isneginf(every).any() and torch.isneginf(found.logprobs(tokens)).any()
-    expected, _ = FusedTokenLogProbs.apply(hidden, None, weight * 40, tokens, Truncation(min_p=1e-40), None, None)
-    assert torch.equal(found.logprobs(tokens), expected)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="a row's place counts in a GPU's sums alone")
-@pytest.mark.parametrize("vocabulary", [1025, 2050, 4099, 32001])
-def test_the_sum_of_a_row_is_its_own_wherever_it_begins(device, vocabulary) -> None:
-    logits = 4 * random(9, vocabulary, seed=5, device=device)
-    whole = normalized(logits)
-    torch.testing.assert_close(whole.double(), logits.double().log_softmax(-1), rtol=1e-6, atol=1e-5)
-    lse = Distribution(logits, False).lse
-    for row in range(9):
-        own = logits[row : row + 1].clone()
-        assert torch.equal(normalized(own), whole[row : row + 1])
-        assert torch.equal(Distribution(own, False).lse, lse[row : row + 1])

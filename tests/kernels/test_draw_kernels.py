@@ -5,7 +5,6 @@ import torch
 from kernel_harness import assert_rows_are_their_own
 from kernel_oracles import draw_reference, exponential_reference
 from qarl_kernels.draw import TILE, draw, exponential_
-from qarl_kernels.logprob import Truncation, truncate_
 from torch import Tensor
 
 EDGES = [0.0, 5e-324, 2.0**-53, 1 - 2.0**-53, 1.0]
@@ -51,17 +50,6 @@ def test_a_rows_tokens_and_noise_are_its_own(device) -> None:
     assert_rows_are_their_own(noise, state, spoil=False)
 
 
-@pytest.mark.parametrize(
-    "truncation", [Truncation(top_k=3), Truncation(top_p=0.6), Truncation(min_p=0.4), Truncation(0.5, 4, 0.9, 0.1)]
-)
-def test_truncated_tokens_are_never_drawn(device, truncation: Truncation) -> None:
-    logits = random_logits(1, 40, device)
-    cut = truncate_(logits, truncation)
-    assert cut is not None and 0 < cut.sum() < 40
-    points = torch.cat([uniform(50, device), torch.tensor(EDGES, dtype=torch.float64, device=device)])
-    assert not cut[0][drawn(logits.expand(len(points), -1), points)].any()
-
-
 @pytest.mark.parametrize("far", [-50.0, float("-inf")])
 @pytest.mark.parametrize("size", [8, 2 * TILE, 9 * TILE])
 def test_the_ends_of_the_unit_interval_draw_kept_tokens(device, far: float, size: int) -> None:
@@ -70,17 +58,6 @@ def test_the_ends_of_the_unit_interval_draw_kept_tokens(device, far: float, size
     logits[:, middle - 1 : middle + 2] = torch.tensor([0.0, -0.1, -0.2], device=device)
     points = torch.tensor(EDGES, dtype=torch.float64, device=device)
     assert drawn(logits, points).tolist() == [middle - 1] * 3 + [middle + 1] * 2
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_no_distribution_gives_a_token_of_the_vocabulary(device, bad: float) -> None:
-    logits = random_logits(3, TILE + 7, device)
-    points = uniform(3, device)
-    expected = drawn(logits, points)
-    logits[1, 5] = bad
-    found = drawn(logits, points)
-    assert found[1] == 0 and found[0] == expected[0] and found[2] == expected[2]
 
 
 # --- exponential noise

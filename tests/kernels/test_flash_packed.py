@@ -7,10 +7,9 @@ from kernel_harness import NEEDS_TRITON
 from products import random, relative_error
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.backward import attention_backward
-from qarl_kernels.flash.forward import Tile, attention_forward, run
+from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from torch import Tensor
-from triton.runtime.errors import OutOfResources
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned", "small")]
 
@@ -61,11 +60,8 @@ def _check(batch: Batch, window: int | None) -> None:
     [
         (GROUPS, 2, 1, 64, None, torch.bfloat16),
         (SMALL, 2, 1, 64, None, torch.float16),
-        *(([(150, [65, 0]), (1, [260])], 1, 1, 64, window, torch.bfloat16) for window in (3, 64, 100)),
-        *(
-            ([(5, [70, 1])], *heads, None, torch.bfloat16)
-            for heads in ((1, 1, 96), (3, 1, 80), (8, 1, 64), (2, 2, 128), (1, 1, 256))
-        ),
+        *(([(150, [65, 0]), (1, [140])], 1, 1, 64, window, torch.bfloat16) for window in (3, 64, 100)),
+        *(([(5, [70, 1])], *heads, None, torch.bfloat16) for heads in ((3, 1, 80), (2, 2, 128), (1, 1, 256))),
         ([], 2, 1, 64, None, torch.bfloat16),
     ],
 )
@@ -81,10 +77,10 @@ def test_partial_sums_of_a_prompt_that_many_see(device) -> None:
 
 
 def test_a_row_has_the_same_bits_alone_and_in_a_batch(device) -> None:
-    batch = Batch.random(GROUPS, 2, 1, 64, device)
+    batch = Batch.random(groups := [(70, [65, 0, 1]), (0, [2])], 2, 1, 64, device)
     grad = random(*batch.q.shape, seed=3, device=device, dtype=batch.q.dtype)
     out, lse, dq, _, _ = _both(batch, None, grad)
-    for rows, before in sequences(GROUPS):
+    for rows, before in sequences(groups):
         if len(rows) == 0:
             continue
         alone = Batch([(len(rows), [])], *(t[rows] for t in (batch.q, batch.k, batch.v)), batch.scale)
@@ -92,15 +88,6 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(device) -> None:
         own = rows[before:]
         assert torch.equal(own_out[before:], out[own]) and torch.equal(own_lse[:, before:], lse[:, own])
         assert torch.equal(own_dq[before:], dq[own])
-
-
-def test_a_group_has_the_same_gradients_alone_and_in_a_batch(device) -> None:
-    batch = Batch.random([(3, [1]), *SMALL], 2, 1, 64, device)
-    grad = random(*batch.q.shape, seed=3, device=device, dtype=batch.q.dtype)
-    together = _both(batch, None, grad)[2:]
-    alone = _both(Batch(SMALL, batch.q[4:], batch.k[4:], batch.v[4:], batch.scale), None, grad[4:])[2:]
-    for one, other in zip(alone, together, strict=True):
-        assert torch.equal(one, other[4:])
 
 
 def test_twice_the_same_bits_into_given_rows(device) -> None:
@@ -123,20 +110,3 @@ def test_a_row_that_is_not_finite_spoils_only_rows_that_see_it(device) -> None:
     layout = packed_layout(batch.groups, device)
     out, _ = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
     assert out[5:7].isnan().all() and out[:5].isfinite().all() and out[7:].isfinite().all()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="the interpreter has no tensor cores, whose order counts")
-@pytest.mark.parametrize("dim", [64, 128])
-@pytest.mark.parametrize("stages", [2, 3, 4])
-@pytest.mark.parametrize(("rows", "warps"), [(64, 4), (128, 4), (128, 8)])
-def test_every_tile_gives_the_same_bits(device, rows, warps, stages, dim) -> None:
-    batch = Batch.random([(300, [400, 0, 1]), (64, [30])], 4, 2, dim, device)
-    layout = packed_layout(batch.groups, device)
-    out, lse = attention_forward(batch.q, batch.k, batch.v, layout, batch.scale)
-    other, other_lse = torch.empty_like(out), torch.empty(*lse.shape, device=device)
-    operands = batch.q, batch.k, batch.v, other, other_lse, layout.queries, batch.scale, None, True
-    try:
-        run(*operands, tile=Tile(rows, 64, warps, stages))
-    except OutOfResources:
-        pytest.skip("does not fit this GPU")
-    assert torch.equal(other, out) and torch.equal(other_lse, lse)

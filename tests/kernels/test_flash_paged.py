@@ -80,12 +80,7 @@ class Paged:
 
 @pytest.mark.parametrize(
     ("page", "axis", "window", "held"),
-    [
-        (16, 2, None, None),
-        (64, 1, 70, None),
-        (16, 2, 70, torch.float8_e4m3fn),
-        (128, 1, None, torch.float8_e4m3fn),
-    ],
+    [(16, 2, None, None), (64, 1, 70, None), (128, 1, 70, torch.float8_e4m3fn)],
 )
 def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
     paged = Paged(2, 1, 64, page, device, axis, held=held)
@@ -107,9 +102,7 @@ def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, a
     [
         (6, 2, 64, torch.bfloat16, None),
         (8, 1, 96, torch.float16, torch.float8_e4m3fn),
-        (2, 2, 128, torch.bfloat16, None),
         (20, 1, 64, torch.float16, torch.float8_e4m3fn),
-        (3, 1, 256, torch.bfloat16, torch.float8_e4m3fn),
     ],
 )
 def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> None:
@@ -124,7 +117,7 @@ def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> N
 
 @pytest.mark.parametrize(  # one program a sequence; two for four chunks; one a chunk
     ("programs", "window", "held"),
-    [(0, None, None), (8, 70, None), (528, None, None), (0, 70, torch.float8_e4m3fn), (528, 70, torch.float8_e4m3fn)],
+    [(0, None, None), (8, 70, None), (528, 70, torch.float8_e4m3fn)],
 )
 def test_decode_from_tables_on_the_device(device, monkeypatch, programs, window, held) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)
@@ -134,18 +127,9 @@ def test_decode_from_tables_on_the_device(device, monkeypatch, programs, window,
         line[: len(pages)] = torch.tensor(pages)
     lengths = torch.tensor([*LENGTHS, 0], dtype=torch.int32)
     q = torch.cat([paged.batch.q[[199, 200, 265]], random(1, 2, 64, seed=9, device=device, dtype=torch.bfloat16)])
-    for longest in (200, 500):
-        where = table.to(device), lengths.to(device)
-        out = decode_attention(q, *paged.cache, *where, paged.batch.scale, window, longest)
-        assert torch.equal(out[:3], paged.packed(window)[[199, 200, 265]])
-        assert out[3].eq(0).all()
-
-
-@pytest.mark.parametrize(("dim", "dtype"), [(128, torch.bfloat16), (64, torch.float16), (80, torch.bfloat16)])
-def test_prefill_over_fp8_of_other_heads(device, dim, dtype) -> None:
-    paged = Paged(2, 1, dim, 16, device, dtype=dtype, held=torch.float8_e4m3fn)
-    out, rows = paged.attend([(0, 130, 70), (1, 0, 1), (2, 60, 5)])
-    assert torch.equal(out, paged.packed()[rows])
+    out = decode_attention(q, *paged.cache, table.to(device), lengths.to(device), paged.batch.scale, window, 500)
+    assert torch.equal(out[:3], paged.packed(window)[[199, 200, 265]])
+    assert out[3].eq(0).all()
 
 
 def test_pairs_are_features_half_a_head_apart() -> None:
@@ -158,11 +142,3 @@ def test_pairs_are_features_half_a_head_apart() -> None:
     assert not paired(80) and not paired(8)
     for same in (to_cache(odd), from_cache(odd)):
         assert torch.equal(same.view(torch.uint8), odd.view(torch.uint8))
-
-
-def test_pages_may_be_a_table_on_the_device(device) -> None:
-    paged = Paged(2, 1, 64, 64, device)
-    table = torch.tensor([paged.pages[0], [*paged.pages[2], 0, 0]], dtype=torch.int32, device=device)
-    layout, _ = paged_layout([0, 1], [1, 2], [130, 7], table, device)
-    out = paged_attention(paged.batch.q[[130, 208, 209]], *paged.cache, layout, paged.batch.scale)
-    assert torch.equal(out, paged.packed()[[130, 208, 209]])

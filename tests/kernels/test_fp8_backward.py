@@ -5,7 +5,7 @@ import torch
 from kernel_harness import QUIET
 from products import random, relative_error
 from qarl_kernels import fp8_backward
-from qarl_kernels.fp8_backward import Codes, Transposed, add_weight_grad_of, input_grad_of, quantize, transpose
+from qarl_kernels.fp8_backward import Codes, add_weight_grad_of, input_grad_of, quantize, transpose
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -16,19 +16,16 @@ pytestmark = [
     QUIET,
 ]
 
-# (tokens, output features, input features): whole tiles, ragged everywhere, one token, fewer features than a tile
-SHAPES = [(128, 128, 64), (133, 72, 40), (1, 40, 24), (37, 17, 100)]
-E4M3, DTYPES = torch.float8_e4m3fn, [torch.bfloat16, torch.float16]
+# (tokens, output features, input features): ragged everywhere, one token
+SHAPES = [(133, 72, 40), (1, 40, 24)]
+CASES = [(*SHAPES[0], torch.bfloat16), (*SHAPES[0], torch.float16), (*SHAPES[1], torch.bfloat16)]
+E4M3 = torch.float8_e4m3fn
 # e4m3 halves a step of 2^-3 of each value's binade: 2.6 % root mean square for one operand, 3.7 % for two
 ONE_OPERAND, BOTH = 0.028, 0.040
 
 
-def transposed(weight: Tensor | Transposed, scale: Tensor | None) -> Transposed:
-    return weight if isinstance(weight, Transposed) else transpose(weight, scale)
-
-
-def input_grad(dy: Tensor, weight: Tensor | Transposed, scale: Tensor | None = None) -> Tensor:
-    weight = transposed(weight, scale)
+def input_grad(dy: Tensor, plain: Tensor, scale: Tensor | None = None) -> Tensor:
+    weight = transpose(plain, scale)
     rows, _ = quantize(dy, weight.factor, columns=False)
     return input_grad_of(rows, weight, dy.dtype)
 
@@ -37,9 +34,9 @@ def add_weight_grad(dy: Tensor, x: Tensor, into: Tensor) -> None:
     add_weight_grad_of(quantize(dy, rows=False)[1], x, into)
 
 
-def both(dy: Tensor, x: Tensor, weight: Tensor | Transposed, into: Tensor, scale: Tensor | None = None) -> Tensor:
+def both(dy: Tensor, x: Tensor, plain: Tensor, into: Tensor) -> Tensor:
     """dx, with dW added to `into`, from one quantization of dy."""
-    weight = transposed(weight, scale)
+    weight = transpose(plain, None)
     rows, columns = quantize(dy, weight.factor)
     add_weight_grad_of(columns, x, into)
     return input_grad_of(rows, weight, dy.dtype)
@@ -73,7 +70,7 @@ def _assert_same(found: Codes, expected: Codes) -> None:
     assert torch.equal(found.codes.contiguous().view(torch.uint8), expected.codes.contiguous().view(torch.uint8))
 
 
-@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(*s, d) for s, d in zip(SHAPES, DTYPES * 2, strict=True)])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), CASES)
 def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n, k) -> None:
     x = random(m, n, seed=1, device=device).to(dtype)
     x[0] = 0.0
@@ -87,7 +84,7 @@ def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n,
             _assert_same(found_columns, _rows_twin(x.t()))
 
 
-@pytest.mark.parametrize(("m", "n", "k", "dtype"), [(*s, d) for s, d in zip(SHAPES, DTYPES * 2, strict=True)])
+@pytest.mark.parametrize(("m", "n", "k", "dtype"), CASES)
 def test_products_are_those_of_the_codes_and_err_by_their_rounding(device, monkeypatch, dtype, m, n, k) -> None:
     dy, x, weight = _case(m, n, k, device, dtype)
     by_token, by_output, by_input, by_feature = (
@@ -123,33 +120,15 @@ def test_a_weight_of_codes_is_not_rounded_again(device, m, n, k) -> None:
     exact = dy.double() @ (stored.codes.double() * stored.scale.bfloat16().double())
     dx = input_grad(dy, stored.codes, stored.scale.bfloat16())
     assert relative_error(dx, exact) < ONE_OPERAND * (1.5 if m == 1 else 1.0)
-    assert torch.equal(dx, input_grad(dy, prepared))
-
-
-@pytest.mark.parametrize("stored", [False, True])
-def test_both_products_at_once_are_those_alone(device, stored) -> None:
-    dy, x, weight = _case(133, 72, 40, device)
-    weight, scale = (_rows_twin(weight).codes, _rows_twin(weight).scale) if stored else (weight, None)
-    together, alone = torch.zeros(2, 72, 40, device=device)
-    dx = both(dy, x, weight, together, scale)
-    add_weight_grad(dy, x, alone)
-    assert torch.equal(together, alone) and torch.equal(dx, input_grad(dy, weight, scale))
-    again = torch.zeros(72, 40, device=device)
-    assert torch.equal(dx, both(dy, x, transpose(weight, scale), again))
-    assert torch.equal(again, alone), "twice the same"
 
 
 def test_a_row_of_dx_is_its_own(device) -> None:
     dy, _, weight = _case(133, 72, 40, device)
     whole = input_grad(dy, weight)
-    for start, rows in ((0, 64), (60, 64), (1, 128)):
-        if INTERPRETED and rows > 64:
-            continue  # numpy's sums depend on the tile, which is another from 65 rows on
-        found = input_grad(dy[start : start + rows], weight)
-        if INTERPRETED:
-            torch.testing.assert_close(found, whole[start : start + rows], rtol=2**-7, atol=1e-7)
-        else:
-            assert torch.equal(found, whole[start : start + rows])
+    for start, end in ((0, 64), (60, 124)):
+        found = input_grad(dy[start:end], weight)
+        torch.testing.assert_close(found, whole[start:end], rtol=2**-7, atol=1e-7)
+        assert INTERPRETED or torch.equal(found, whole[start:end])  # numpy's sums depend on the tile
 
 
 def test_rows_may_be_strided_spread_or_transposed(device) -> None:
@@ -178,25 +157,9 @@ def test_no_tokens_and_zero_gradients_change_nothing_and_tiny_ones_stay_finite(d
 
 def test_what_is_not_finite_spoils_its_row_and_column(device) -> None:
     dy, x, weight = _case(37, 64, 48, device)
-    for bad in (torch.nan, torch.inf):
-        dy[4, 9] = bad
-        into = torch.zeros(64, 48, device=device)
-        dx = both(dy, x, weight, into)
-        finite, features = torch.arange(37, device=device) != 4, torch.arange(64, device=device) != 9
-        assert dx[finite].isfinite().all() and not dx[4].isfinite().any()
-        assert into[features].isfinite().all() and not into[9].isfinite().any()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only compiled tiles can differ")
-def test_on_a_gpu_tiles_of_the_weights_gradient_give_the_same_bits(monkeypatch, device) -> None:
-    if torch.cuda.get_device_capability() < (9, 0):
-        pytest.skip("Hopper's tiles")
-    dy, x, _ = _case(4000, 1024, 768, device)
-    a, b = quantize(dy, rows=False)[1], quantize(x, rows=False)[1]
-    results = []
-    for tile in fp8_backward.WEIGHT_TILES:
-        monkeypatch.setattr(fp8_backward, "WEIGHT_TILES", (tile,))
-        results.append(torch.zeros(1024, 768, device=device))
-        fp8_backward._add_product(a, b, results[-1])
-    assert all(torch.equal(result, results[0]) for result in results)
-    assert relative_error(results[0], dy.double().t() @ x.double()) < BOTH
+    dy[4, 9] = torch.nan
+    into = torch.zeros(64, 48, device=device)
+    dx = both(dy, x, weight, into)
+    finite, features = torch.arange(37, device=device) != 4, torch.arange(64, device=device) != 9
+    assert dx[finite].isfinite().all() and not dx[4].isfinite().any()
+    assert into[features].isfinite().all() and not into[9].isfinite().any()

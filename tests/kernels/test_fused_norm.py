@@ -15,7 +15,7 @@ pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 EPS = 1e-5
 DTYPES = [torch.bfloat16, torch.float16]
 ACTIVATIONS = ["int8", "fp8", "fp8_group"]
-SHAPES = [(5, 40), (1, 96), (19, 33), (7, 576), (3, 1536), (2, 2304), (0, 64), (300, 40)]
+SHAPES = [(5, 40), (1, 96), (19, 33), (2, 2304), (0, 64), (300, 40)]
 
 
 def _norm64(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def test_norm_is_its_formula_and_its_twin(rows: int, columns: int, dtype: torch.
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize(("rows", "columns"), [(19, 33), (7, 576), (2, 2304)])
+@pytest.mark.parametrize(("rows", "columns"), [(19, 33), (2, 576)])
 def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: str, device: torch.device) -> None:
     """Also of a row of zeros and of rows that are not finite."""
     x, residual, weight = _inputs(rows, columns, torch.bfloat16, device)
@@ -84,9 +84,9 @@ def test_codes_are_those_of_the_normed_row(rows: int, columns: int, activation: 
     assert_same(again.codes, codes.cpu())
 
 
-@pytest.mark.parametrize(("columns", "activation"), [(40, "int8"), (72, "fp8"), (576, "fp8_group")])
+@pytest.mark.parametrize(("columns", "activation"), [(40, "int8"), (136, "fp8_group")])
 def test_a_rows_bits_are_its_own_in_the_norm_and_in_its_gradient(columns: int, activation: str, device) -> None:
-    x, residual, weight = _inputs(37, columns, torch.bfloat16, device)
+    x, residual, weight = _inputs(19, columns, torch.bfloat16, device)
     assert_rows_are_their_own(lambda x, residual: add_rms_norm(x, residual, weight, EPS, activation), x, residual)
     inverse = add_rms_norm(x, residual, weight, EPS).inverse[:, None]
 
@@ -94,28 +94,8 @@ def test_a_rows_bits_are_its_own_in_the_norm_and_in_its_gradient(columns: int, a
         into = torch.zeros(columns, device=device)
         return add_rms_norm_backward(grad, arriving, hidden[: len(grad)], inverse[:, 0].contiguous(), weight, into)
 
-    hidden = x[:1].expand(37, columns).contiguous()
+    hidden = x[:1].expand(19, columns).contiguous()
     assert_rows_are_their_own(backward, residual, x, inverse)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="in the interpreter all kernels sum alike")
-@pytest.mark.parametrize("columns", [576, 1536, 2048, 3584, 4096, 5120, 8192, 12_288, 16_384])
-def test_compiled_variants_give_the_same_bits(columns: int, device: torch.device) -> None:
-    x, residual, weight = _inputs(301, columns, torch.bfloat16, device)
-    plain = add_rms_norm(x, residual, weight, EPS)
-    variants = [add_rms_norm(plain.hidden, None, weight, EPS)]
-    variants += [add_rms_norm(x, residual, weight, EPS, activation) for activation in ACTIVATIONS]
-    variants += [add_rms_norm(plain.hidden, None, weight, EPS, activation) for activation in ACTIVATIONS]
-    for variant in variants:
-        assert torch.equal(variant.inverse, plain.inverse) and torch.equal(variant.normed, plain.normed)
-    assert torch.equal(rms_norm_again(plain.hidden, plain.inverse, weight), plain.normed)
-    for activation, variant in zip(ACTIVATIONS, variants[1:4], strict=True):
-        codes, scale = quantize.activation_codes(plain.normed, activation)
-        assert_same(variant.codes, codes.cpu())
-        assert_same(variant.scale, scale.cpu())
-        bare = add_rms_norm(plain.hidden, None, weight, EPS, activation, False)
-        assert_same(bare.codes, codes.cpu())
-        assert_same(bare.scale, scale.cpu())
 
 
 @pytest.mark.parametrize(("rows", "columns", "dtype"), of_both_dtypes([*SHAPES[:-1], (45, 96)]))

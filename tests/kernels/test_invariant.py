@@ -5,7 +5,7 @@ import torch
 from kernel_harness import assert_rows_are_their_own
 from qarl_kernels import invariant
 
-SHAPES = [(64, 96), (33, 65), (259, 64), (1536, 576), (8, 1), (1, 40)]
+SHAPES = [(33, 65), (259, 64), (8, 1), (1, 40)]
 
 
 def _operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -13,7 +13,7 @@ def _operands(m: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(m, k, generator=generator), torch.randn(n, k, generator=generator)
 
 
-@pytest.mark.parametrize("m", [0, 1, 5, 33, 700])
+@pytest.mark.parametrize("m", [0, 5, 700])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_matmul_is_the_product_to_float32_accuracy(m: int, n: int, k: int) -> None:
     x, weight = _operands(m, n, k)

@@ -75,9 +75,3 @@ def test_a_replay_at_the_same_logits_has_the_same_bits_and_at_moved_ones_the_old
     torch.testing.assert_close(found[0][inside].double(), logp[inside], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1].double(), entropy, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[2].double(), states.grad, rtol=1e-3, atol=1e-3)
-
-
-def test_sets_of_min_p_alone_are_refused(device):
-    hidden, weight = torch.zeros(2, 16, device=device), torch.zeros(7, 16, device=device)
-    with pytest.raises(AssertionError, match="kept sets need top-k or top-p"):
-        token_logprobs(hidden, None, weight, torch.zeros(2, dtype=torch.int64, device=device), Recording(min_p=0.1), 7)

@@ -4,13 +4,13 @@ Triton's own binder runs over a driver and a compiler that only record, so no GP
 """
 
 import itertools
+from contextlib import nullcontext
 from typing import Any
 
-import pytest
 import torch
-import triton
 import triton.language as tl
 from qarl_kernels import launch as launching
+from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import launch, tma_descriptor
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -77,59 +77,26 @@ def _passed(value: Any, given: Any) -> bool:
     return value is given or value == (given.data_ptr() if isinstance(given, torch.Tensor) else given)
 
 
-def test_arguments_go_by_name_in_any_order(runs) -> None:
-    counted, given = Counted(), arguments()
-    launch(counted, [1, 2, 3], **given)
-    launch(counted, [1, 2, 3], **dict(reversed(given.items())))
-    assert counted.asked == 1 and runs[1][0] is runs[0][0] and runs[1][1][:3] == (1, 2, 3)
-    assert runs[1][1][9:] == (X.data_ptr(), X.data_ptr(), 48, 0.5, 32, True)
+def test_each_kernel_is_compiled_ahead_once_and_nothing_runs(runs, monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    counted = Counted()
+
+    def launches() -> None:
+        for change in ({}, {"count": 64}, {"BLOCK": 64}):
+            launch(counted.kernel, (1,), **arguments(**change))
+
+    assert compile_ahead(launches, torch.device("cpu"), 2) == 2 and runs == []
 
 
-def test_hooks_see_every_launch(runs, monkeypatch) -> None:
-    counted, seen = Counted(), []
-    launch(counted, (1,), **arguments())
-    hooks = triton.knobs.runtime.launch_enter_hook
-    hooks.add(seen.append)
-    try:
-        launch(counted, (1,), **arguments())
-    finally:
-        hooks.remove(seen.append)
-    launch(counted, (1,), **arguments())
-    assert counted.asked == 2
-    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", None)
-    launch(counted, (1,), **arguments())
-    assert counted.asked == 2
-    monkeypatch.setattr(triton.knobs.runtime, "launch_exit_hook", seen.append)
-    launch(counted, (1,), **arguments())
-    assert counted.asked == 3
-
-
-@pytest.mark.parametrize("where", [-1, 1])
-def test_tensors_of_another_device_go_through_triton_on_that_device(runs, monkeypatch, where: int) -> None:
-    """Which refuses memory of the host (-1)."""
+def test_tensors_of_another_device_go_through_triton_on_that_device(runs, monkeypatch) -> None:
     counted, switched = Counted(), []
     other = torch.zeros(64, dtype=torch.bfloat16)
-    monkeypatch.setattr(launching, "device_index", lambda tensor: where if tensor is other else 0)
-
-    class Switch:
-        def __init__(self, device: int) -> None:
-            switched.append(device)
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *error: object) -> None: ...
-
-    monkeypatch.setattr(torch.cuda, "device", Switch)
+    monkeypatch.setattr(launching, "device_index", lambda tensor: int(tensor is other))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: switched.append(device) or nullcontext())
     for _ in range(2):
         launch(counted, (1,), **arguments(x=other, y=other))
-    assert counted.asked == 2 and switched == [where] * 2
+    assert counted.asked == 2 and switched == [1] * 2
     for _ in range(2):
         launch(counted, (1,), **arguments())
     launch(counted, (1,), **arguments(y=other))
     assert counted.asked == 4
-
-
-def test_a_matrix_that_no_accelerator_reads_is_refused() -> None:
-    for wrong in (MATRIX[:, 1:], MATRIX.t(), torch.zeros(8, 60, dtype=torch.bfloat16)):
-        with pytest.raises((AssertionError, ValueError)):
-            tma_descriptor(wrong, (16, 16))

@@ -7,38 +7,19 @@ import torch
 from kernel_harness import BY, NEEDS_TRITON, QUIET, assert_rows_are_their_own
 from pairwise import pairwise
 from products import random, relative_error
-from qarl_kernels import gemm, head, logprob
+from qarl_kernels import gemm, head
 from qarl_kernels.head import FusedTokenLogProbs, Logits
 from qarl_kernels.logprob import CUT_LOGIT_GAP, Truncation, log_probs_of, logits_of, token_logprobs, truncate_
-from qarl_kernels.tuning import Tile
 from torch import Tensor
 
 pytestmark = [pytest.mark.usefixtures("poisoned", "small_head"), QUIET]
 
-# (rows, vocabulary, features): one tile and a bit, one row, whole tiles, features that only pointers can read
-SHAPES = [(37, 300, 48), (1, 61, 16), (128, 256, 32), (5, 259, 20)]
-UNRANKED = [
-    Truncation(),
-    Truncation(temperature=0.7),
-    Truncation(temperature=0.0),
-    Truncation(min_p=0.05),
-    Truncation(temperature=1.3, min_p=0.02),
-]
+# (rows, vocabulary, features): one tile and a bit, whole tiles, features that only pointers can read
+SHAPES = [(37, 300, 48), (64, 128, 32), (5, 259, 20)]
+UNRANKED = [Truncation(), Truncation(temperature=0.0), Truncation(temperature=1.3, min_p=0.02)]
 RANKED = [Truncation(top_k=5), Truncation(top_p=0.8), Truncation(temperature=1.3, top_k=20, top_p=0.9, min_p=0.01)]
 PLAIN = [torch.float32, torch.bfloat16]
 NARROW = [torch.bfloat16, torch.float16]
-STATISTICS_TILES = (
-    Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True),
-    Tile("x_first", 128, 256, 64, warps=8, stages=3),
-    Tile("x_first", 128, 128, 64, warps=4, stages=3),
-    Tile("x_first", 128, 128, 128, warps=8, stages=3),
-    Tile("x_first", 128, 128, 64, warps=8, stages=5, persistent=True),
-)
-GRADIENT_TILES = (
-    Tile("x_first", 128, 256, 64, warps=8, stages=3, persistent=True, halves=True),
-    Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True),
-    Tile("x_first", 128, 128, 64, warps=8, stages=3, halves=True),
-)
 
 
 def _case(
@@ -115,7 +96,7 @@ def test_log_probs_entropies_and_masses_are_those_of_float64(device, kernels, sh
     assert torch.equal(plain[0], found) and torch.equal(plain[1], found_entropy)
 
 
-USED = {"logp": (0,), "entropy": (1,), "both": (0, 1)}
+USED = {"logp": (0,), "both": (0, 1)}
 GRADIENTS = [
     *(pytest.param(True, *case, marks=NEEDS_TRITON) for case in pairwise(UNRANKED, USED, NARROW)),
     *((False, *case, torch.float32) for case in pairwise(UNRANKED + RANKED, USED)),
@@ -218,33 +199,6 @@ def test_a_rows_bits_are_its_own_in_the_kernels(device, monkeypatch, truncation)
     torch.testing.assert_close(whole[3], expected, rtol=1e-6, atol=0)
 
 
-@NEEDS_TRITON
-def test_a_master_without_gradient_costs_no_product(device, monkeypatch) -> None:
-    products = []
-    original = head.weight_grad
-    monkeypatch.setattr(head, "weight_grad", lambda *a, **k: products.append(a[0].shape) or original(*a, **k))
-    hidden, weight, targets = _case(True, device)
-    for master, count in ((None, 1), (weight.float(), 1), (weight.float().requires_grad_(), 2)):
-        products.clear()
-        ours = hidden.clone().requires_grad_()
-        _computed(True, ours, master, weight, targets, Truncation())[0].sum().backward()
-        assert len(products) == count
-
-
-@pytest.mark.parametrize("truncation", [Truncation(min_p=0.05), Truncation(top_k=5), Truncation(top_p=0.9)], ids=str)
-def test_what_is_ranked_stays_with_the_chunks(device, monkeypatch, truncation) -> None:
-    seen = []
-    original = FusedTokenLogProbs.apply
-    monkeypatch.setattr(FusedTokenLogProbs, "apply", lambda *a: seen.append(True) or original(*a))
-    hidden, weight, targets = _case(device.type == "cuda", device)
-    ranked = truncation.top_k > 0 or truncation.top_p < 1.0
-    for kernels in (True, False):
-        seen.clear()
-        logp, _ = token_logprobs(hidden, None, weight, targets, truncation, 3, kernels)
-        assert logp.shape == (37,) and bool(seen) == (kernels and device.type == "cuda" and not ranked)
-    assert not logprob.fused(hidden.float(), weight, truncation)
-
-
 @pytest.mark.parametrize("vocabulary", [61, 259, 4099])
 def test_the_samplers_log_probs_have_the_learners_bits(vocabulary: int) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -273,41 +227,3 @@ def test_edges_of_truncation(probabilities: list[float], truncation: Truncation,
     logp = log_probs_of(logits.clone(), truncation)
     assert truncate_(logits, truncation).tolist() == [cut]
     assert ((logp[torch.tensor([cut])] + CUT_LOGIT_GAP).abs() < 1).all(), "a cut token keeps a finite log-prob"
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="memory and compiled tiles are a GPU's")
-def test_on_a_gpu_tiles_agree_and_memory_stays_bounded(monkeypatch, device) -> None:
-    hidden, weight, targets = _case(True, device, rows=1000, vocabulary=50_000, features=512)
-    logits = Logits.of(Truncation())
-    expected = head.statistics(hidden, weight, targets, logits)[0]
-    for tile in STATISTICS_TILES:
-        monkeypatch.setattr(head, "STATISTICS_TILE", tile)
-        found = head.statistics(hidden, weight, targets, logits)[0]
-        assert torch.equal(found.largest, expected.largest)
-        torch.testing.assert_close(found.logp, expected.logp, rtol=1e-5, atol=1e-5)
-        single = head.statistics(hidden[77:78], weight, targets[77:78], logits)[0]
-        assert torch.equal(single.logp, found.logp[77:78]) and torch.equal(single.entropy, found.entropy[77:78])
-    assert torch.equal(expected.largest, gemm.dense(hidden, weight, out_dtype=torch.float32).amax(-1))
-    grad = random(1000, seed=5, device=device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    whole = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
-    assert torch.cuda.max_memory_allocated() - before < 64 << 20, "the logits alone are 200 MB"
-    for tile in GRADIENT_TILES:
-        monkeypatch.setattr(head, "GRADIENT_TILE", tile)
-        found = head.gradients(hidden, weight, targets, logits, expected, grad, grad, None)
-        assert relative_error(found, whole) < 1e-3
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="only a GPU can be waited for")
-@pytest.mark.parametrize("truncation", [Truncation(temperature=0.7), Truncation(min_p=0.05)], ids=str)
-def test_on_a_gpu_nothing_waits_for_it(device, truncation) -> None:
-    hidden, weight, targets = _case(True, device, rows=300, vocabulary=20_000, features=256)
-    master, ours = weight.float().requires_grad_(), hidden.clone().requires_grad_()
-    for mode in ("default", "error"):  # kernels are compiled first
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            logp, entropy = token_logprobs(ours, master, weight, targets, truncation, 64)
-            torch.autograd.backward([logp, entropy], [torch.ones_like(logp), torch.ones_like(entropy)])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

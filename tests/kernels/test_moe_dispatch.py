@@ -6,7 +6,6 @@ from kernel_harness import NEEDS_TRITON
 from mixtures import chosen
 from qarl_kernels.gather_rows import COLUMNS, rows_in_order
 from qarl_kernels.moe.dispatch import SORTS, groups_of
-from qarl_kernels.shapes import row_tiles
 from torch import Tensor
 
 pytestmark = [NEEDS_TRITON, pytest.mark.usefixtures("poisoned")]
@@ -39,13 +38,6 @@ def test_pairs_stand_by_expert_and_in_their_order(device, experts: Tensor, count
     assert (groups.experts, groups.slots, groups.rows) == (count, experts.shape[1], len(flat))
 
 
-def test_no_more_tiles_are_launched_than_rows_could_need() -> None:
-    worst = groups_of(torch.tensor([[0, 1, 2]] * 17, dtype=torch.int32), 3)  # 17 rows each: two tiles of 16
-    assert row_tiles(worst.rows, 16, worst) == 6
-    assert row_tiles(8, 16, groups_of(torch.arange(8, dtype=torch.int32).view(1, 8), 128)) == 8
-    assert row_tiles(0, 16, groups_of(torch.empty(0, 2, dtype=torch.int32), 4)) == 0
-
-
 @pytest.mark.parametrize("columns", [24, COLUMNS + 8])
 def test_rows_of_tokens_in_the_order_of_their_pairs(device, columns: int) -> None:
     groups = groups_of(chosen(7, 2, 5).to(device), 5)
@@ -56,17 +48,3 @@ def test_rows_of_tokens_in_the_order_of_their_pairs(device, columns: int) -> Non
     assert rows_in_order(x[:0], groups_of(torch.empty(0, 2, dtype=torch.int32, device=device), 5)).shape == (0, columns)
     with pytest.raises(ValueError, match="x must have 7 rows for these groups, not 6"):
         rows_in_order(x[:6], groups)
-
-
-@pytest.mark.parametrize(
-    ("experts", "count"),
-    [
-        (torch.zeros(4, dtype=torch.int32), 4),
-        (torch.zeros(4, 2), 4),
-        (torch.zeros(4, 2, dtype=torch.int32).t(), 4),
-        (torch.zeros(4, 2, dtype=torch.int32), 0),
-    ],
-)
-def test_what_is_no_matrix_of_experts_is_refused(experts: Tensor, count: int) -> None:
-    with pytest.raises(ValueError, match="experts must be a contiguous int32 or int64 matrix"):
-        groups_of(experts, count)

@@ -14,7 +14,7 @@ pytestmark = [NEEDS_TRITON, QUIET, pytest.mark.usefixtures("poisoned")]
 
 BF16 = torch.bfloat16
 # (T, H, E, k)
-SHAPES = [(37, 100, 10, 3), (5, 64, 128, 8), (1, 72, 8, 2), (70, 40, 2, 1), (3, 40, 300, 16), (0, 40, 12, 4)]
+SHAPES = [(37, 100, 10, 3), (5, 64, 128, 8), (1, 72, 8, 2), (3, 40, 300, 16), (0, 40, 12, 4)]
 
 
 @pytest.fixture(params=[False, True], ids=["torch", "triton"])
@@ -74,22 +74,6 @@ def test_experts_are_in_range_and_differ_whatever_x_holds(device, kernels) -> No
     assert routed.experts.min() >= 0 and routed.experts.max() < 5
     assert (routed.experts.diff(dim=1) > 0).all()
     assert routed.weights[:4].isnan().all() and routed.weights[4:].isfinite().all()
-
-
-def test_replayed_experts_out_of_range_or_twice_harm_nothing(device, kernels) -> None:
-    x, weight = (random(n, 32, seed=n, device=device, dtype=BF16) for n in (2, 6))
-    chosen = torch.tensor([[9, -1, 2], [4, 1, 4]], device=device)
-    routed = route(x, weight, 3, False, chosen, kernels=kernels)
-    assert routed.experts.tolist() == [[0, 2, 5], [1, 4, 4]]
-    p = (x.double() @ weight.double().t()).softmax(1)
-    torch.testing.assert_close(routed.weights.double(), p.gather(1, routed.experts.long()), rtol=1e-4, atol=1e-8)
-
-
-def test_float32_is_for_plain_torch(device) -> None:
-    x, weight = (random(n, 40, seed=n, device=device) for n in (7, 12))
-    close(route(x, weight, 4, True), float64(x, weight, 4, True))
-    with pytest.raises(ValueError, match="route needs bf16 or fp16 operands of one dtype"):
-        route(x, weight, 4, True, kernels=True)
 
 
 @pytest.mark.parametrize(("normalize", "tokens"), [(False, 19), (True, 19), (True, 0)])

@@ -21,7 +21,6 @@ BF16, EXPERTS = torch.bfloat16, 3
 NAMES = [*scheme_names(), "w4a16 asymmetric", "w4a8 channel"]
 SHAPES = {"small": (40, 96), "ragged": (136, 160)}  # N, K; of fp8_block two blocks each way, the last not whole
 INPUTS = [  # dtype of the activations, how many rows, and whether there is a bias
-    (torch.bfloat16, 0, False),
     (torch.bfloat16, 17, False),
     (torch.float16, 5, True),
     (torch.float32, 5, True),
@@ -98,10 +97,10 @@ def test_product_is_its_formula_in_float64(device, name: str, dtype, m: int, wit
 @pytest.mark.parametrize("kernels", BY)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rows_bits_are_its_own_and_x_that_does_not_fit_is_refused(device, name: str, kernels: bool) -> None:
-    case = _case(name, BF16, kernels, device, "ragged")
-    assert_rows_are_their_own(case.weight.matmul, x := _x(19, case))
+    case = _case(name, BF16, kernels, device)
+    assert_rows_are_their_own(case.weight.matmul, x := _x(9, case))
     assert torch.equal(case.weight.matmul(x.t().contiguous().t()), case.weight.matmul(x))
-    for shape in [(3, 104), (2, 3, 160), (160,)]:
+    for shape in [(3, 104), (2, 3, 96)]:
         with pytest.raises(ValueError, match=r"x is \[.*reshape x"):
             case.weight.matmul(torch.zeros(shape, dtype=BF16, device=device))
 
@@ -132,9 +131,7 @@ def _experts(name: str, device: torch.device) -> list[LowBitWeight]:
     return [quantize_weight(master, scheme, "w", False, scheme.shared(masters)) for master in masters]
 
 
-@pytest.mark.parametrize(
-    ("kernels", "gathered"), [pytest.param(True, True, marks=NEEDS_TRITON), (False, True), (False, False)]
-)
+@pytest.mark.parametrize(("kernels", "gathered"), [pytest.param(True, True, marks=NEEDS_TRITON), (False, False)])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernels: bool, gathered: bool) -> None:
     groups, weights = mixtures.grouped(6, 2, EXPERTS, device), _experts(name, device)
@@ -149,18 +146,12 @@ def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernel
         assert torch.equal(whole.matmul(codes, None, groups, True), y)
 
 
-@pytest.mark.parametrize("kernels", BY)
-def test_rows_and_experts_that_do_not_fit_are_refused(device, kernels: bool) -> None:
+def test_experts_that_would_share_stored_values_are_refused(device) -> None:
     groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 160, dtype=BF16, device=device)
-    weight = concatenate(_experts("w8a8", device)).prepare(BF16, kernels)
-    with pytest.raises(ValueError, match=r"x is \[6, 160\], but the experts take \(3, 160\)"):
-        weight.matmul(torch.cat([x, x]), None, groups, True)
-    with pytest.raises(ValueError, match="72 rows are not the weights of 7 experts"):
-        weight.matmul(x, None, mixtures.grouped(3, 2, 7, device), True)
     for name, n, message in [
         ("fp8_block", 40, "40 output features would share stored values of fp8_block, which span 128"),
         ("w4a16 asymmetric", 20, "20 output features would share stored values of w4a16, which span 8"),
     ]:
         weight = quantize_weight(random(EXPERTS * n, 160, seed=3, device=device), _scheme(name), "w")
         with pytest.raises(ValueError, match=message):
-            weight.prepare(BF16, kernels).matmul(x, None, groups, True)
+            weight.prepare(BF16, False).matmul(x, None, groups, True)

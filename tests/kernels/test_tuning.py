@@ -127,13 +127,6 @@ def test_what_a_table_lacks_is_found_where_it_is_closest(tables, experts: int) -
         assert found("w4a16", 512, 512, 128) == default_tile("w4a16", 128, True, experts=experts)
 
 
-def test_defaults_put_64_rows_of_the_weight_first_where_experts_have_few() -> None:
-    few = default_tile("dense", 8, experts=128)
-    assert few.way == "w_first" and few.block_m == 16
-    assert default_tile("dense", 128 * 600, experts=128).block_m == 128
-    assert default_tile("input_grad", 8, True, experts=128).way == "x_first"
-
-
 E, N, K, ROWS = 4, 128, 256, 16
 GIVEN = groups(E, 2, ROWS // 2)
 
@@ -152,14 +145,3 @@ def test_launchers_ask_the_table(family: str, gathered: bool, tables) -> None:
     sizes = ("BLOCK_N", "BLOCK_K") if family == "weight_grad" else ("BLOCK_M", "BLOCK_N")
     assert [launched.arguments[name] for name in sizes] == [32, 64]
     assert launched.options["num_stages"] == 2
-
-
-def test_rows_of_tokens_are_put_in_order_for_the_accelerator(tables) -> None:
-    tile = Tile("wide", 64, 64, tma=True)
-    for gathered in (True, False):
-        tables["h200"] = {"w4a16": {Shape(N, K, E, gathered): Entry(((ROWS, tile),))}}
-        tuning._entries.cache_clear()
-        with recording() as launches:
-            product("w4a16", GIVEN, N, K, gathered, None)
-        assert [launch.kernel.__name__ for launch in launches] == ["_copy_kernel"] * gathered + ["wide_kernel"]
-        assert launches[-1].arguments["TMA"] and launches[-1].arguments["order"] is None

@@ -7,7 +7,18 @@ import pytest
 import torch
 from kernel_harness import NEEDS_TRITON
 from nvfp4_products import Nvfp4
-from qarl_kernels import dequantize, fp8_backward, fused_norm, nvfp4a16, quantize, rotary, swiglu, tile, token_sums
+from qarl_kernels import (
+    dequantize,
+    fp8_backward,
+    fused_norm,
+    gemm,
+    nvfp4a16,
+    quantize,
+    rotary,
+    swiglu,
+    tile,
+    token_sums,
+)
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import paged_attention, paged_layout
@@ -39,32 +50,26 @@ CACHE = zeros(2, 2, 16, 64)
 Q, K = zeros(3, 3, 64), zeros(3, 1, 64)
 PACK, OTHER = packed_layout([(3, [])], CPU), packed_layout([(4, [])], CPU)
 ONE, PAGES = paged_layout([0], [1], [0], [[0]], CPU)[0], zeros(3, 1, 16, 64)
-SHIFTED = zeros(3 * 16 * 64 + 1, dtype=torch.uint8)[1:].view(E4M3).view(3, 1, 16, 64)
+TALL = zeros(64, 2, dtype=FP32)
+CODES = fp8_backward.Codes(zeros(64, 37, dtype=E4M3), zeros(64, 1, dtype=FP32))
 FAR = torch.empty(0, dtype=BF16).as_strided((0, 1, 16, 64), (64, 64, 2**27, 1))
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, layout, scale: float = 1.0):
-    return attention_forward(q, k, k, layout, scale)
+def attend(q: torch.Tensor, k: torch.Tensor, layout):
+    return attention_forward(q, k, k, layout, 1.0)
 
 
-def paged(k: torch.Tensor, v: torch.Tensor, rows: int = 1, axis: int = 2):
-    return paged_attention(zeros(rows, 2, 64), k, v, ONE, 1.0, None, axis)
-
-
-def into_pages(cache: torch.Tensor):
-    return rotary.rotary_into_pages(QKV, ROTATION, CACHE, cache, SLOT)
-
-
-def fp8_grad(dy: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None = None):
-    return fp8_backward.quantize(dy, fp8_backward.transpose(weight, scale).factor, columns=False)
+def paged(k: torch.Tensor, v: torch.Tensor, rows: int = 1):
+    return paged_attention(zeros(rows, 2, 64), k, v, ONE, 1.0)
 
 
 CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: fused_norm.add_rms_norm(X.float(), X, ROW, 1e-5), "^x must be a 16-bit matrix with contiguous rows, not"),
     (lambda: fused_norm.add_rms_norm(X, X[:, :95], ROW, 1e-5), "^residual must be a 16-bit matrix of 96 columns"),
+    (lambda: gemm.dense(X, zeros(8, 96, dtype=FP16)), "needs bf16 or fp16 operands of one dtype"),
+    (lambda: gemm.scaled(X.to(E4M3), GATE, zeros(8, 96), WORDS, None, BF16), "needs float8_e4m3fn codes, not"),
     (lambda: row_tile(MAX_ROW + 1), "^rows of 32769 values do not fit"),
     (lambda: token_sums.column_sum(X, zeros(95, dtype=FP32)), "^into must be a contiguous float32 vector of 96"),
-    (lambda: swiglu.swiglu(X.float()), "^gate_up must be a 16-bit matrix with contiguous rows"),
     (lambda: swiglu.swiglu_backward(X, X, False), "^grad must be a 16-bit matrix of 48 columns"),
     (lambda: swiglu.swiglu(X[:, :95]), "^gate_up must have an even number of columns, not 95"),
     (lambda: rotary.rotary_forward(QKV, ROTATION._replace(heads=3)), "^qkv must be a 16-bit matrix of 448 columns"),
@@ -72,100 +77,33 @@ CASES: list[tuple[Callable[[], object], str]] = [
         lambda: rotary_backward(DQ, DK.transpose(0, 1).contiguous().transpose(0, 1), QKV, ROTATION, QKV, None, None),
         "^dk must have contiguous heads",
     ),
-    (lambda: into_pages(CACHE.half()), "does not take 2 heads of 64"),
-    (lambda: into_pages(CACHE.to(E4M3)), "does not take 2 heads of 64"),
-    (lambda: into_pages(zeros(2, 1, 16, 64)), "does not take 2 heads of 64"),
-    (lambda: into_pages(zeros(2, 2, 64, 16).transpose(2, 3)), "last dimension must be contiguous"),
+    (lambda: rotary.rotary_into_pages(QKV, ROTATION, CACHE, CACHE.half(), SLOT), "does not take 2 heads of 64"),
     (lambda: tile.tile_int4(PACKED, 64), r"^packed must be contiguous int32 \[2, 8\], not torch.int32 \[2, 4\]; pass"),
     (lambda: tile.untile_int4(PACKED, 2, 32), r"^tiled must be contiguous int32 \[1, 1, 16, 16\]"),
-    (
-        lambda: tile.meta_w4a16(WORDS, None, 2, 32, 32, FP16),
-        r"^scale must be contiguous float16 \[2, 1\], not torch.bf",
-    ),
-    (lambda: tile.meta_w4a16(WORDS, None, 2, 32, 32, FP32), "^dtype must be bfloat16 or float16, not torch.float32"),
-    (lambda: tile.meta_w4a8(WORDS, 2, 64, 32), r"^scale must be contiguous .* \[2, 2\]"),
-    (lambda: dequantize.dequantize_int4(PACKED, WORDS, None, 64, BF16), r"^packed must be .* \[2, 8\]"),
+    (lambda: tile.meta_w4a16(WORDS, None, 2, 32, 32, FP16), r"^scale must be contiguous float16 \[2, 1\], not"),
     (lambda: dequantize.dequantize_int4(PACKED, WORDS, PACKED, 32, BF16), r"^zero_point must be .* int32 \[1, 1\]"),
-    (
-        lambda: dequantize.dequantize_int4(PACKED, zeros(2, 3), None, 32, BF16),
-        "^scale has 3 groups, which does not divide 32 input features",
-    ),
-    (lambda: dequantize.dequantize_bytes(PACKED, WORDS, BF16), r"^codes must be contiguous int8 or float8_e4m3fn \[2"),
-    (
-        lambda: dequantize.dequantize_bytes(zeros(2, 4, dtype=E4M3), WORDS, BF16, True),
-        r"^scale must be .* \[1, 1\], not",
-    ),
-    (
-        lambda: dequantize_nvfp4(FP4.packed[:, 1:], FP4.scale, FP4.global_scale, BF16),
-        r"^weight_packed must be contiguous uint8 \[2, 16\], not",
-    ),
-    (
-        lambda: dequantize_nvfp4(FP4.packed, FP4.scale, FP4.global_scale[0], BF16),
-        r"^weight_global_scale must be contiguous float32 \[1\]",
-    ),
-    *(
-        (
-            lambda wrong=wrong: quantize_nvfp4(wrong, FP4.global_scale),
-            "^weight must be a float32 matrix with contiguous",
-        )
-        for wrong in (zeros(2, 24, dtype=FP32), zeros(2, 32), zeros(32, 2, dtype=FP32).t())
-    ),
-    (lambda: nvfp4a16.tile_nvfp4(FP4.packed[:, ::2], FP4.scale), r"^weight_packed must be contiguous uint8 \[2, 16\]"),
+    (lambda: dequantize.dequantize_bytes(zeros(2, 4, dtype=E4M3), WORDS, BF16, True), r"^scale must be .* \[1, 1\]"),
+    (lambda: dequantize_nvfp4(FP4.packed[:, 1:], FP4.scale, FP4.global_scale, BF16), r"^weight_packed .* \[2, 16\]"),
+    (lambda: quantize_nvfp4(zeros(2, 24, dtype=FP32), FP4.global_scale), "^weight must be a float32 matrix"),
+    (lambda: quantize_nvfp4(TALL.t(), FP4.global_scale), "^weight must be a float32 matrix with contiguous rows"),
     (lambda: nvfp4a16.tile_nvfp4(FP4.packed, FP4.scale.float()), "^weight_scale must be contiguous float8_e4m3fn"),
-    (
-        lambda: quantize.quantize_bytes(zeros(64, 2, dtype=FP32).t(), BF16, torch.int8),
-        "^weight must be a float32 matrix with contiguous rows",
-    ),
-    (
-        lambda: quantize.quantize_bytes(zeros(1, 32769, dtype=FP32), BF16, E4M3),
-        "^weight has rows of 32769 values; one scale covers at most 32768",
-    ),
-    (
-        lambda: quantize.activation_codes(zeros(2, 3, 16), "int8"),
-        r"^x must be a bfloat16 or float16 or float32 matrix .* use x\.to\(\.\.\.\)",
-    ),
-    (lambda: quantize.activation_codes(zeros(16, 2).t(), "fp8_group"), "^x must be a .* matrix with contiguous rows"),
-    (lambda: fp8_grad(zeros(37, 64, dtype=FP32), zeros(64, 48)), "quantizes bf16 and fp16 matrices"),
-    (lambda: fp8_grad(zeros(37, 64), zeros(64, 48), zeros(64, 1)), "only e4m3 has one"),
-    (lambda: fp8_grad(zeros(37, 64), zeros(64, 48, dtype=E4M3), zeros(1, 1)), "takes one per row"),
-    (
-        lambda: fp8_backward.add_weight_grad_of(
-            fp8_backward.Codes(zeros(64, 37, dtype=E4M3), zeros(64, 1, dtype=FP32)), zeros(37, 48), zeros(48, 64)
-        ),
-        "it takes a float32 matrix of that shape",
-    ),
+    (lambda: quantize.quantize_bytes(TALL.t(), BF16, torch.int8), "^weight must be a float32 matrix with contiguous"),
+    (lambda: quantize.quantize_bytes(zeros(1, 32769, dtype=FP32), BF16, E4M3), "one scale covers at most 32768"),
+    (lambda: quantize.activation_codes(zeros(2, 3, 16), "int8"), "^x must be a bfloat16 or float16 or float32 matrix"),
+    (lambda: fp8_backward.transpose(zeros(64, 48, dtype=E4M3), zeros(1, 1)), "takes one per row"),
+    (lambda: fp8_backward.add_weight_grad_of(CODES, zeros(37, 48), zeros(48, 64)), "takes a float32 matrix of that"),
     (lambda: combine.combine(D[:3], SLOTS, ALL), "d must have 4 rows for these groups, not 3"),
-    (lambda: combine.combine(D, SLOTS.double(), ALL), r"weights must be contiguous float32 \[4, 1\]"),
-    (lambda: combine.combine_backward(D[:, :7], D, SLOTS, ALL, D), "dy must be a 16-bit matrix of 8 columns"),
     (lambda: combine.combine_backward(D, D, SLOTS, ALL, D[:3]), "into must have 4 rows"),
-    (lambda: combine.combine(D, SLOTS, ALL, Shared(D[:3], GATE)), "the shared expert's output must have 4"),
     (lambda: combine.shared_backward(D, Shared(D, GATE.double()), D), r"gate must be contiguous float32 \[4\]"),
     (lambda: shared.shared_gate(D, D[:2]), r"the gate's weight must be \[1, 8\]"),
-    (lambda: shared.shared_gate(D, D[:1].float(), True), "operands of one dtype"),
     (lambda: backward.grouped_input_grad(DY[:4], EXPERTS, GROUPS), "x has 4 rows, but these groups need 8"),
-    (lambda: backward.grouped_input_grad(DY, EXPERTS[:45], GROUPS), "an expert's weight 15"),
-    (lambda: backward.grouped_input_grad(DY.float(), EXPERTS, GROUPS), "needs bf16 or fp16 operands"),
-    (lambda: backward.grouped_weight_grad(DY, TOKENS, GROUPS, False, INTO), "x has 4 rows, but these groups need 8"),
     (lambda: backward.grouped_weight_grad(DY, TOKENS, GROUPS, True, INTO[1:]), r"contiguous float32 \[48, 32\]"),
-    *(
-        (lambda experts=experts, k=k: routing.route(zeros(3, 8), zeros(experts, 8), k, True), message)
-        for experts, k, message in ((4, 5, "at most 512 experts, not 5 of 4"), (513, 2, "not 2 of 513"))
-    ),
-    (
-        lambda: routing.route(zeros(3, 8), zeros(4, 8), 2, True, zeros(3, 3, dtype=INT32)),
-        r"chosen must be .* \[3, 2\], not torch.int32 \[3, 3\]",
-    ),
-    (lambda: routing.route(zeros(3, 8), zeros(4, 8), 2, True, zeros(3, 2, dtype=FP32)), "not torch.float32"),
-    (lambda: routing.route(zeros(3, 8), zeros(4, 9), 2, True), "8 features and the router's weight 9"),
+    (lambda: routing.route(zeros(3, 8), zeros(4, 8), 5, True), "at most 512 experts, not 5 of 4"),
+    (lambda: routing.route(zeros(3, 8), zeros(4, 8), 2, True, zeros(3, 3, dtype=INT32)), r"chosen must be .* \[3, 2\]"),
     (lambda: attend(Q, K, OTHER), "q has 3 rows, k 3 and the layout 4"),
     (lambda: attend(Q, K.repeat(1, 2, 1), PACK), "do not fit together"),
-    (lambda: attend(Q.float(), K, PACK), "bf16 or fp16"),
-    (lambda: attend(Q, K, PACK, -1.0), "must be positive"),
     (lambda: paged(PAGES, PAGES, rows=2), "q has 2 rows and the layout 1"),
-    (lambda: paged(PAGES, PAGES, axis=0), "token_axis 0"),
-    (lambda: paged(zeros(3, 1, 8, 64), zeros(3, 1, 8, 64)), "pages of 8 tokens"),
     (lambda: paged(PAGES.to(E4M3), PAGES), r"or k and v of e4m3; they have torch.bfloat16, torch.float8_e4m3fn"),
-    (lambda: paged(SHIFTED, SHIFTED), "must be even, not 1 and"),
     (lambda: paged(FAR, FAR), "tokens of a page are 134217728 values apart; 16 of them"),
 ]
 
