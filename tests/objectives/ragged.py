@@ -1,6 +1,5 @@
 """Random ragged log-probs, for the tests of the objectives."""
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -70,15 +69,6 @@ def random_batch(
         reference.to(dtype),
         entropy.to(dtype).requires_grad_(),
     )
-
-
-def geometric_mean(numerator: list[float], denominator: list[float]) -> float:
-    differences = [a - b for a, b in zip(numerator, denominator, strict=True)]
-    return math.exp(math.fsum(differences) / len(differences)) if differences else 1.0
-
-
-def clip(x: float, low: float, high: float) -> float:
-    return min(max(x, low), high)
 
 
 def nothing_pruned(segments: Segments) -> Pruned:

@@ -106,15 +106,6 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)  # of the weights as they are made
 
 
-def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
-    lengths = [100, 400]
-    x = TokenLogProbs(*[torch.full((500,), v, dtype=torch.float64) for v in (-1.0, -1.0, -1.1)])
-    weights, stats = corrected(CorrectionConfig(level="sequence", mode="raw"), x, Segments.from_lengths(lengths))
-    assert weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
-    assert weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
-    assert finish_stats(stats)["correction/clamped_frac"] == 0.5
-
-
 def weights_and_clamped(config: CorrectionConfig, old: float, sampler: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Importance weights of one response of one token, and whether its exponent was clamped."""
     old_, sampler_ = torch.tensor([[old], [sampler]], dtype=torch.float64)

@@ -106,45 +106,21 @@ def test_a_class_is_made_once_with_its_kwargs_and_called_with_the_inputs(tmp_pat
     assert once[0] == 2 * single[0]
 
 
-def test_a_response_of_advantage_zero_is_not_left_out():
-    assert not custom(f"{EXAMPLE}:cispo").zero_advantage_is_idle
-
-
 def test_what_is_pruned_is_worth_nothing_whatever_the_function_says(tmp_path):
     path = written(tmp_path, "return Surrogate(inputs.logps.logp * 0 + inputs.log_ratio + 7.0)")
     _, gradient, metrics = evaluated(custom(path), infinite=-math.inf)
     assert gradient[1] == 0.0 and metrics["policy/outside_frac"] == pytest.approx(1 / sum(LENGTHS))
 
 
-def test_a_nan_of_the_learner_reaches_the_loss_and_is_not_the_functions_fault():
-    loss, _, _ = evaluated(custom(f"{EXAMPLE}:cispo"), infinite=math.nan)
-    assert math.isnan(loss)
-
-
 WRONG = {
     "raises": ("raise KeyError('tau')", r"raised KeyError: 'tau' \(own\.py:7\)"),
     "a tensor": ("return inputs.log_ratio", r"returned Tensor, must be a qarl\.objectives\.Surrogate"),
-    "no tensor": ("return Surrogate(1.0)", "its value is float, must be a tensor of floats"),
-    "whole numbers": (
-        "return Surrogate(inputs.segments.index)",
-        r"is a tensor of torch\.int64, must be a tensor of flo",
-    ),
+    "whole numbers": ("return Surrogate(inputs.segments.index)", r"is a tensor of torch\.int64, must be a tensor"),
     "a number": ("return Surrogate(inputs.log_ratio.sum())", r"has shape \[\], must be \[17\]: one number per token"),
     "no gradient": ("return Surrogate(inputs.log_ratio.detach())", "its value has no gradient; compute it from inputs"),
-    "nan": (
-        "return Surrogate(inputs.log_ratio * math.nan)",
-        "its value is nan at a token of advantage 1.2 and log_ratio",
-    ),
-    "stats": ("return Surrogate(inputs.log_ratio, 3)", "its stats are int, must be a dict"),
-    "a name of qarl's": (
-        "return Surrogate(inputs.log_ratio, {'policy/loss': stat(inputs.log_ratio)})",
-        "objective/NAME",
-    ),
-    "a name that is none": ("return Surrogate(inputs.log_ratio, {3: stat(inputs.log_ratio)})", "statistic 3: must be"),
-    "a plain number": (
-        "return Surrogate(inputs.log_ratio, {'objective/x': 3.0})",
-        r"'objective/x': must be made by qarl",
-    ),
+    "nan": ("return Surrogate(inputs.log_ratio * math.nan)", "its value is nan at a token of advantage 1.2 and"),
+    "a name of qarl's": ("return Surrogate(inputs.log_ratio, {'policy/x': stat(inputs.log_ratio)})", "objective/NAME"),
+    "a plain number": ("return Surrogate(inputs.log_ratio, {'objective/x': 3.0})", r"'objective/x': must be made by"),
 }
 
 
@@ -157,30 +133,10 @@ def test_what_is_no_surrogate_is_one_line_with_file_and_function(tmp_path, name)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "raised",
-    [
-        "MemoryError()",
-        "torch.OutOfMemoryError('CUDA out of memory.')",
-        "RuntimeError('DefaultCPUAllocator: not enough memory')",
-    ],
-)
-def test_a_machine_without_memory_is_not_the_functions_fault(tmp_path, raised):
-    with pytest.raises((MemoryError, RuntimeError)) as caught:
-        evaluated(custom(written(tmp_path, f"raise {raised}")))
-    assert repr(caught.value) in (raised, raised.removeprefix("torch."))
-
-
 UNUSABLE = {
     "no file": ("gone.py:f", "", r"no file `.*gone\.py`"),
-    "not callable": ("own.py:f", "f = 3", "`f` is int, not a function"),
     "no python": ("own.py:f", "def f(", "does not import: SyntaxError"),
     "no argument": ("own.py:f", "def f(): ...", r"cannot be called with inputs and objective\.kwargs: .*it takes \(\)"),
-    "a class that raises": (
-        "own.py:f",
-        "class f:\n    def __init__(self): 1 / 0",
-        "cannot be instantiated: ZeroDivisionError",
-    ),
     "a class not to call": ("own.py:f", "class f: ...", r"its instances cannot be called; it needs __call__"),
 }
 

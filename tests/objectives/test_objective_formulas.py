@@ -118,14 +118,10 @@ def identity(options: dict) -> str:
 
 CASES = (
     [pytest.param(options, {}, id=identity(options)) for options in objectives()]
-    + [
-        pytest.param({"name": name}, options, id=f"{name}-correction{i}")
-        for name in ("grpo", "rloo")
-        for i, options in enumerate(CORRECTIONS)
-    ]
+    + [pytest.param({"name": "grpo"}, options, id=f"correction{i}") for i, options in enumerate(CORRECTIONS)]
     + [
         pytest.param({"name": name}, options, id=f"{name}-policy-gradient{i}")
-        for name in ("reinforce", "rloo", "on_policy")
+        for name in ("rloo", "on_policy")
         for i, options in enumerate(POLICY_GRADIENT)
     ]
 )

@@ -129,13 +129,6 @@ def test_inputs_that_are_never_seen_or_uncorrelated_keep_their_nearest_codes():
         assert torch.equal(gptq(weight, uncorrelated, scheme)[0]["weight_packed"], rtn["weight_packed"])
 
 
-def test_blocks_change_nothing_but_rounding():
-    scheme, weight, hessian = make_scheme("w4a16", 64), _weight(), _hessian(_inputs())
-    whole, _ = gptq(weight, hessian, scheme, block=K)
-    for block in (1, 50, 128):
-        assert torch.equal(gptq(weight, hessian, scheme, block=block)[0]["weight_packed"], whole["weight_packed"])
-
-
 def test_a_hessian_that_is_not_finite_is_an_error():
     with pytest.raises(ValueError, match="no Cholesky factor"):
         gptq(_weight(), torch.full((K, K), float("nan")), make_scheme("w4a16", 64))

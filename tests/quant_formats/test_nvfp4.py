@@ -85,25 +85,3 @@ def test_the_global_scale_of_fused_layers_is_that_of_the_largest_absmax():
     assert torch.equal(global_scale_of(map(absmax_of, weights)), our_tensors(weights[1])["weight_global_scale"])
     largest = torch.cat(weights)
     assert torch.equal(global_scale_of(map(absmax_of, weights)), generate_gparam(largest.amin(), largest.amax()))
-
-
-def test_another_default_dtype_changes_nothing():
-    """vLLM makes its layers under the model's."""
-    expected = our_tensors(normal(3))
-    wide = dequantized_nvfp4(*expected.values(), torch.float32)
-    try:
-        torch.set_default_dtype(torch.bfloat16)
-        tensors = our_tensors(normal(3).float())
-        assert torch.equal(dequantized_nvfp4(*expected.values(), torch.float32), wide)
-        assert scaled_codes(expected["weight_packed"], expected["weight_scale"]).dtype == torch.float32
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(tensors[suffix].dtype == tensor.dtype for suffix, tensor in expected.items())
-
-
-def test_master_is_left_as_it_was_and_may_be_strided():
-    weight = normal(3)
-    expected = our_tensors(weight)
-    assert torch.equal(weight, normal(3))
-    for suffix, tensor in our_tensors(weight.t().contiguous().t()).items():
-        assert torch.equal(tensor.view(torch.uint8), expected[suffix].view(torch.uint8))

@@ -84,41 +84,17 @@ def test_symmetric7_never_stores_minus_8_when_the_scale_saturates():
     assert quantized.codes().min() == -7
 
 
-@pytest.mark.parametrize(
-    ("value", "symmetric"), [(float("nan"), True), (float("nan"), False), (float("inf"), True), (float("-inf"), False)]
-)
-def test_nonfinite_master_is_an_error_that_names_the_tensor(value, symmetric):
+@pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)
+def test_nonfinite_master_is_an_error_that_names_the_tensor(scheme):
     weight = normal(0)
-    weight[3, 17] = value
-    with pytest.raises(ValueError, match=r"^layers\.0\.q_proj: 1 of 6144 values are NaN or infinite"):
-        quantize_weight(weight, make_scheme("w4a16", 32, symmetric), "layers.0.q_proj")
+    weight[3, 17], weight[4, 2] = float("nan"), float("-inf")
+    with pytest.raises(ValueError, match=r"^layers\.0\.q_proj: 2 of 6144 values are NaN or infinite"):
+        quantize_weight(weight, scheme, "layers.0.q_proj")
 
 
 def test_group_size_that_does_not_divide_is_an_error_that_names_the_tensor():
     with pytest.raises(ValueError, match=r"^q_proj: group_size 64 does not divide its 96 input features"):
         quantize_weight(torch.zeros(8, 96), make_scheme("w4a16", 64), "q_proj")
-
-
-def test_noncontiguous_master_gives_the_same_tensors():
-    weight, scheme = normal(3), make_scheme("w4a16", 32)
-    expected = quantize_weight(weight, scheme, "w").tensors
-    tensors = quantize_weight(weight.t().contiguous().t(), scheme, "w").tensors
-    assert all(torch.equal(tensors[suffix], expected[suffix]) for suffix in expected)
-
-
-def test_quantizing_a_dequantized_symmetric7_weight_keeps_its_codes():
-    scheme = make_scheme("w4a16", 32, grid="symmetric7")
-    first = quantize_weight(normal(3), scheme, "w")
-    again = quantize_weight(first.dequantize(torch.float32), scheme, "w")
-    assert codes_changed(first, again).tolist() == [0]
-
-
-def test_codes_changed_does_not_count_the_padding_of_a_row():
-    weight = normal(3)[:, :13].contiguous()
-    quantized = quantize_weight(weight, make_scheme("w4a16", -1), "w")
-    other = quantize_weight(-weight.flip(0), make_scheme("w4a16", -1), "w")
-    differ = int((quantized.codes() != other.codes()).sum())
-    assert codes_changed(quantized, other).tolist() == [differ]
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=_scheme_id)

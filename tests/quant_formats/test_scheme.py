@@ -27,10 +27,8 @@ def test_group_sizes_and_what_is_not_quantized():
         ({"name": "w4a16", "group_size": 48}, "group_size 48 is not supported"),
         ({"name": "w8a8", "group_size": 64}, "group_size 64 does not apply to scheme w8a8"),
         ({"name": "w4a8", "symmetric": False}, "symmetric false does not apply to scheme w4a8"),
-        ({"name": "w8a8", "grid": "symmetric7"}, "grid symmetric7 needs symmetric w4a16 or w4a8, not w8a8"),
         ({"name": "w4a16", "symmetric": False, "grid": "symmetric7"}, "grid symmetric7 needs symmetric w4a16 or w4a8"),
         ({"name": "w4a16", "grid": "nf4"}, "grid 'nf4' is unknown"),
-        ({"name": "w4a16", "scale_dtype": "float8"}, "scale_dtype 'float8' is unknown"),
     ],
 )
 def test_impossible_scheme_is_refused_in_one_line(arguments, message):
@@ -49,8 +47,8 @@ def test_a_shape_that_does_not_fit_names_the_layer_and_the_group_sizes_that_divi
         check_shape(fitting, "q_proj", 576, 576)
 
 
-@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.gate", "model.layers.0.mlp.gate_proj", "mlp.gate"])
-@pytest.mark.parametrize("entry", ["lm_head", "re:.*mlp.gate$", "re:mlp", "re:.*gate", "gate", "re:lm"])
+@pytest.mark.parametrize("name", ["lm_head", "model.layers.0.mlp.gate", "mlp.gate_proj"])
+@pytest.mark.parametrize("entry", ["lm_head", "re:.*mlp.gate$", "re:mlp", "gate"])
 def test_ignore_follows_the_librarys_matching(name, entry):
     assert is_ignored(name, [entry]) == match_name(name, entry)
 
