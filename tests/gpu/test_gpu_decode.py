@@ -12,9 +12,7 @@ from qarl_kernels.flash import decode
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
 from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
-from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.logprob import Truncation, distribution, token_logprobs
-from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
 from torch import Tensor
 
 from qarl.policy.fused_attention import DecodeAttention, PagedAttention
@@ -194,30 +192,6 @@ def test_a_cache_of_fp8_gives_the_bits_of_its_values_in_16_bits(monkeypatch, hea
     assert expected.isfinite().all() and torch.equal(found, expected)
 
 
-@pytest.mark.parametrize(("norms", "held"), [(False, BF16), (True, BF16), (False, FP8), (True, FP8)])
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(32, 8, 128), (9, 3, 64), (4, 2, 96)])
-def test_keys_in_pages_have_the_bits_of_the_rotation(heads, kv_heads, dim, norms, held) -> None:
-    qkv = random(1000, (heads + 2 * kv_heads) * dim, seed=0, device=CUDA, dtype=BF16)
-    qkv[3] *= 300  # some are beyond e4m3
-    tables = [random(2000, dim, seed=seed, device=CUDA, dtype=BF16) for seed in (1, 2)]
-    weights = [random(dim, seed=seed, device=CUDA, dtype=BF16) if norms else None for seed in (3, 4)]
-    for rows in (1, 7, 256, 1000):
-        positions = torch.arange(rows, device=CUDA) * 2
-        rotation = Rotation(heads, kv_heads, dim, *tables, positions, *weights, 1e-6, held == FP8)
-        pages = torch.full((2, rows // 16 + 1, kv_heads, 16, dim), 7.0, dtype=BF16, device=CUDA)
-        caches = pages.to(held).unbind(0)
-        slots = torch.arange(rows, device=CUDA).flip(0)
-        q, k, v = rotary_forward(qkv[:rows], rotation)
-        assert torch.equal(rotary_into_pages(qkv[:rows], rotation, *caches, slots), q)
-        for cache, values in zip(caches, (k, v), strict=True):
-            natural = from_cache(cache).to(BF16) if held == FP8 else cache
-            assert torch.equal(natural[slots // 16, :, slots % 16], values)
-        if held == FP8:
-            exact = rotary_forward(qkv[:rows], rotation._replace(kv_fp8=False))[1:]
-            for rounded, value in zip((k, v), exact, strict=True):
-                assert torch.equal(rounded, value.float().clamp(-448, 448).to(FP8).to(BF16))
-
-
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
 @pytest.mark.parametrize(("vocabulary", "features"), [(151_936, 1024), (49_152, 576), (50_257, 768), (1001, 100)])
 def test_a_distribution_has_the_learners_log_probs(vocabulary, features, truncation) -> None:
@@ -234,34 +208,3 @@ def test_a_distribution_has_the_learners_log_probs(vocabulary, features, truncat
         every = found.all_logprobs()
         assert torch.equal(every.gather(-1, targets[:rows, None])[:, 0], expected[:rows]), rows
         torch.testing.assert_close(every.exp().sum(-1), torch.ones(rows, device=CUDA), rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)
-def test_a_distribution_is_captured(truncation) -> None:
-    hidden, weight = (random(n, 512, seed=n, device=CUDA, dtype=BF16) for n in (16, 50_000))
-    drawn = torch.arange(16, device=CUDA) * 100
-    given = hidden.clone()
-    graph, logp = captured(lambda: distribution(given, weight, truncation).logprobs(drawn))
-    for turn in range(3):
-        given.copy_(hidden.roll(turn, 0))
-        graph.replay()
-        expected = token_logprobs(hidden.roll(turn, 0), None, weight, drawn, truncation, 128)[0]
-        assert torch.equal(logp, expected), turn
-
-
-def test_nothing_waits_for_the_gpu(tiny_model) -> None:
-    policy = make_policy(tiny_model("qwen3"), "w4a16", BF16, 32, CUDA)
-    policy.sampler.install(policy.current)
-    batch = Batch(policy, [100, 70], 2)
-    table = torch.tensor([batch.pages[0], batch.pages[1]], dtype=torch.int32, device=CUDA)
-    ids = torch.tensor(batch.ids[0][:65] + batch.ids[1][:1], device=CUDA)
-    drawn = torch.arange(66, device=CUDA)
-    for mode in ("default", "error"):  # kernels are compiled first
-        torch.cuda.set_sync_debug_mode(mode)
-        try:
-            attention = PagedAttention.of_tables(np.array([65, 1]), np.array([0, 0]), table, batch.caches)
-            hidden = policy.sampler.hidden_states(ids, attention)
-            for truncation in TRUNCATIONS:
-                policy.sampler.distribution(hidden, truncation).logprobs(drawn)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")

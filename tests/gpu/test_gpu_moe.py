@@ -2,13 +2,12 @@
 
 import pytest
 import torch
-from mixtures import chosen, input_grad, parts, weight_grad
-from products import random, relative_error
+from mixtures import chosen, parts
+from products import random
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.weight import LowBitWeight, concatenate, quantize_weight
-from qarl_kernels import gather_rows, gemm, tuning
-from qarl_kernels.moe import backward, combine, dispatch, routing
-from torch import Tensor
+from qarl_kernels import gemm, tuning
+from qarl_kernels.moe import dispatch, routing
 
 CUDA = torch.device("cuda")
 BF16 = torch.bfloat16
@@ -67,53 +66,3 @@ def test_a_token_is_routed_with_the_same_bits_in_every_batch(experts: int, slots
         for name in ("logits", "experts", "weights"):
             assert torch.equal(getattr(part, name), getattr(whole, name)[rows]), name
             assert torch.equal(getattr(replayed, name), getattr(part, name)), name
-
-
-@pytest.mark.parametrize("tokens", [1, 16, 17, 2048, 2049, 20_000])
-def test_pairs_are_sorted_as_by_plain_torch(tokens: int) -> None:
-    for experts, slots in ((128, 8), (8, 2)):
-        ids = chosen(tokens, slots, experts).to(CUDA)
-        found, expected = (dispatch.groups_of(ids, experts, kernels=kernels) for kernels in (True, False))
-        for name in ("order", "place", "starts"):
-            assert torch.equal(getattr(found, name), getattr(expected, name)), name
-        x = random(tokens, 264, seed=1, device=CUDA, dtype=BF16)
-        assert torch.equal(gather_rows.rows_in_order(x, found), x[expected.order.long() // slots])
-
-
-def test_the_backward_of_many_rows() -> None:
-    experts, slots, n, k, tokens = 16, 4, 1536, 2048, 3000
-    groups = dispatch.groups_of(chosen(tokens, slots, experts).to(CUDA), experts, kernels=True)
-    dy = random(groups.rows, n, seed=1, device=CUDA, dtype=BF16)
-    x = random(tokens, k, seed=2, device=CUDA, dtype=BF16)
-    weight = random(experts * n, k, seed=3, device=CUDA, dtype=BF16)
-    grad = backward.grouped_input_grad(dy, weight, groups)
-    assert relative_error(grad, input_grad(groups, dy, weight)) < 2**-8
-    into = torch.zeros(2, experts * n, k, device=CUDA)
-    for each in into:
-        backward.grouped_weight_grad(dy, x, groups, True, each)
-    assert torch.equal(*into)
-    assert relative_error(into[0], weight_grad(groups, True, dy, x)) < 1e-5
-
-
-def test_routing_sorting_product_and_sum_are_captured_and_replay() -> None:
-    experts, slots, hidden, tokens = 16, 4, 256, 33
-    router = random(experts, hidden, seed=1, device=CUDA, dtype=BF16)
-    weight = random(experts * hidden, hidden, seed=2, device=CUDA, dtype=BF16)
-    x = random(tokens, hidden, seed=3, device=CUDA, dtype=BF16)
-
-    def block() -> tuple[Tensor, Tensor]:
-        routed = routing.route(x, router, slots, True, kernels=True)
-        groups = dispatch.groups_of(routed.experts, experts, kernels=True)
-        return routed.experts, combine.combine(
-            gemm.dense(x, weight, groups=groups, gathered=True), routed.weights, groups
-        )
-
-    before = block()[0].clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        ids, y = block()
-    x.copy_(random(tokens, hidden, seed=4, device=CUDA, dtype=BF16))
-    graph.replay()
-    expected_ids, expected = block()
-    assert not torch.equal(ids, before)
-    assert torch.equal(ids, expected_ids) and torch.equal(y, expected)

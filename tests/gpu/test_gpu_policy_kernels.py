@@ -10,11 +10,10 @@ from qarl_formats.registry import make_scheme
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
 from qarl_formats.weight import LowBitWeight, quantize_weight
-from qarl_kernels.logprob import Truncation, logits_of
+from qarl_kernels.logprob import Truncation
 from torch import Tensor, nn
 
 from qarl.config import ModelConfig, QuantConfig
-from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.linear import WeightSet
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
@@ -76,15 +75,6 @@ def test_gradients_of_a_linear_agree_with_the_reference(scheme: str, changes: di
         assert float((found.float() - expected.float()).norm() / expected.float().norm()) < 4 * torch.finfo(dtype).eps
 
 
-def test_logits_keep_their_bits_in_every_batch_and_agree_with_torch() -> None:
-    hidden, weight = (_random(n, 256, seed=n).to(CUDA, torch.bfloat16) for n in (130, 4099))
-    whole = logits_of(hidden, weight)
-    assert whole.dtype == torch.float32
-    torch.testing.assert_close(whole, logits_of(hidden, weight, kernels=False), rtol=1e-4, atol=1e-3)
-    for start, rows in [(0, 1), (37, 2), (5, 65)]:
-        assert torch.equal(logits_of(hidden[start : start + rows], weight), whole[start : start + rows])
-
-
 # --- a policy
 
 
@@ -139,27 +129,3 @@ def test_learner_and_sampler_of_a_policy_have_the_same_bits(tiny_model, scheme: 
     with torch.no_grad():
         learner = _logprobs(policy)
         assert torch.equal(_logprobs(policy, policy.sampler.weights), learner)
-
-
-@pytest.mark.parametrize("learner", ["fake_quant", "full_precision"])
-def test_other_learners_keep_the_frameworks_product(tiny_model, learner: str) -> None:
-    policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32, learner=learner)
-    assert all(isinstance(part.weight.scheme, OrdinaryProduct) for part in parts_of(policy.weights))
-    assert _by_kernels(policy.sampler.weights)
-    _logprobs(policy).sum().backward()
-    assert all(parameter.grad.isfinite().all() for _, parameter in policy.named_parameters())
-
-
-def test_a_second_micro_batch_is_added_to_the_same_memory(tiny_model) -> None:
-    policy = _policy(tiny_model("qwen3"), "w4a16", "auto", group_size=32)
-    names, masters = zip(*policy.named_parameters(), strict=True)
-    weights = [number for number, name in enumerate(names) if name.removesuffix(".weight") in policy.linears]
-    sums = GradientAccumulator(masters)
-    sums.backward(_logprobs(policy).sum())
-    first = sums.peek()
-    once, addresses = [total.clone() for total in first], [first[number].data_ptr() for number in weights]
-    sums.backward(_logprobs(policy).sum())
-    twice = sums.take()
-    assert addresses == [twice[number].data_ptr() for number in weights]
-    for found, expected in zip(twice, once, strict=True):
-        torch.testing.assert_close(found, 2 * expected, rtol=1e-3, atol=1e-5 * float(expected.abs().max()))
