@@ -87,6 +87,13 @@ def test_the_page_is_escaped_with_each_chart_as_a_png_and_earlier_ones_removed(t
     assert all((tmp_path / "plots" / name).read_bytes().startswith(b"\x89PNG") for name in names)
 
 
+def test_members_that_differ_in_more_than_the_seed_form_no_group(three, tmp_path):
+    members, records = three
+    changes = {"train": {"seed": 1}, "optim": {"lr": 0.5}}
+    members[1].config = Config.model_validate(settings_of(tmp_path / "model", **changes))
+    assert compared(members, records)["groups"] == []
+
+
 def test_seeds_are_one_curve_with_their_extremes_as_its_band(three):
     sections = build_sections(compared(*three), three[1])
     mismatch = next(chart for chart in blocks_of(sections, LineChart) if chart.title == "Mismatch")

@@ -72,16 +72,6 @@ def test_members_that_cannot_run_are_skipped_or_refused_with_the_reason(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("override", "option"),
-    [("quant.scheme=fp8", "--schemes"), ("train.seed=3", "--seeds"), ("train.run_dir=x", "--out")],
-)
-def test_an_override_of_what_an_option_sets_is_refused(tmp_path, override, option):
-    key = override.partition("=")[0]
-    with pytest.raises(UserError, match=rf"{key}: {option} already sets it"):
-        plan(str(write_config(tmp_path)), [override], Axes(["w8a8"], None, [0]), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
     ("axes", "message"),
     [
         ((None, None, None), "nothing to vary"),

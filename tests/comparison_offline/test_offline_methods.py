@@ -8,7 +8,6 @@ from qarl_formats.registry import make_scheme
 from safetensors.torch import load_file
 
 from qarl import api, cli
-from qarl.comparison.offline.compare_offline import compare_offline
 from qarl.comparison.offline.offline_page import comparison_charts
 from qarl.data.calibration import calibration_sequences
 from qarl.errors import UserError
@@ -53,20 +52,6 @@ def test_another_calibration_text_is_another_comparison(tiny_model, compare, tex
     text.write_text(TEXT[::-1])
     with pytest.raises(UserError, match=r"holds another comparison \(calibration_sha256 was"):
         compare(tiny_model(), ["w4a16"], **given)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"methods": ["gptq"]}, "--methods: scheme fp8 has none of gptq; add rtn, or leave out fp8"),
-        ({"methods": ["rtn"], "calibration_samples": 4}, "--calibration-samples: rounding to nearest does not"),
-        ({"methods": ["rtn", "gptq"], "calibration": "missing.txt"}, "missing.txt: no such file"),
-    ],
-)
-def test_impossible_methods_are_refused(tiny_model, tmp_path, given, message):
-    with pytest.raises(UserError) as refused:
-        compare_offline(str(tiny_model()), ["w4a16", "fp8"], out=tmp_path / "out", group_size=32, **given)
-    assert message in str(refused.value) and not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -7,6 +7,7 @@ from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
 from qarl.memory import estimate as memory
+from qarl.memory.activations import plain_activation_bytes
 from qarl.utils.machine import machine_bytes
 
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
@@ -52,6 +53,21 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
     assert "the moments that optim.offload keeps in host memory need" in memory.too_large(offloaded, TINY, "cuda")
     assert memory.too_large(config(), TINY, "cuda") is None
+
+
+def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(memory, "MUON_BYTES", 6000)
+    monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
+    for offload, rows in (("moments", 1), ("all", 2)):
+        found = sizes("cuda", optim={"name": "muon", "offload": offload})
+        assert found["optimizer state"] == rows * 2 * 4 * 1000
+
+
+def test_activations_are_of_at_least_one_sequence_and_checkpointing_keeps_layer_inputs():
+    shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
+    one_layer = plain_activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
+    assert plain_activation_bytes(**shape, checkpointing=True) == 7 * 3 * 2 * 8 + one_layer
+    assert sizes()["activations"] == sizes(train={"micro_batch_tokens": 32})["activations"]
 
 
 def test_masters_gradients_and_operands_without_kernels():

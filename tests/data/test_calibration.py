@@ -50,11 +50,6 @@ def test_the_default_is_text_of_python_s_documentation(tokenizer):
     assert len(only) == 400
 
 
-def test_prompts_need_a_run(tokenizer):
-    with pytest.raises(UserError, match=r"quant.calibration.source: prompts: there is no run here"):
-        sequences(tokenizer, source="prompts")
-
-
 @pytest.mark.parametrize("content", [b" \n ", b"\xff\xfe\x00"])
 def test_a_text_without_text_is_refused(tokenizer, tmp_path, content):
     path = tmp_path / "text.txt"

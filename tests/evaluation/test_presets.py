@@ -159,16 +159,6 @@ def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tok
         load_tasks([local("gsm8k", {"question": "1?", "solution": "1"})], tokenizer)
 
 
-def test_a_task_whose_reward_misses_its_column_is_refused_by_name(tokenizer):
-    task = EvalTask(
-        name="own",
-        data={"source": "task:arithmetic", "chat_template": False},
-        reward=[{"name": "exact", "options": {"column": "gold"}}],
-    )
-    with pytest.raises(UserError, match=r"evaluation task own: .*no data column `gold`; available: answer"):
-        TaskRewards(load_tasks([task], tokenizer), None, None)
-
-
 def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, local):
     tasks = load_tasks([local("gsm8k", *({"question": q, "answer": "1"} for q in ("x" * 900, "y")))], tokenizer)
     assert len(tasks[0].prompts) == 2

@@ -101,6 +101,7 @@ def test_a_long_curve_and_many_points_are_thinned_with_a_note():
     values = [float(i % 2) for i in range(4 * MAX_POINTS)]
     series, each = thin(Series("a", range(len(values)), values))
     assert each == 4 and len(series.x) == MAX_POINTS and set(series.y) == {0.5}
+    assert thin(Series("a", range(MAX_POINTS + 1), values[: MAX_POINTS + 1]))[1] == 2
     assert set(series.low) == {0.0} and set(series.high) == {1.0}
     assert "the mean of 4" in chart_note(LineChart("t", "x", "y", [Series("a", range(len(values)), values)]))
     count = 3 * MAX_DOTS
