@@ -8,7 +8,7 @@ import pytest
 from qarl.config.reward import RewardConfig
 from qarl.errors import UserError
 from qarl.rewards import RewardPool
-from qarl.rewards.log import CALL_BYTES, FILE_BYTES, RewardLog
+from qarl.rewards.log import CALL_BYTES, RewardLog
 from qarl.rewards.process import Worker
 
 MODULE = """
@@ -82,10 +82,11 @@ def test_what_is_printed_is_bounded(tmp_path):
     assert f"[{100 * 2**20 - CALL_BYTES:,} bytes of output of a reward function omitted]".encode() in text
 
 
-def test_the_log_keeps_the_latest_within_a_bound(tmp_path):
+def test_the_log_keeps_the_latest_within_a_bound(tmp_path, monkeypatch):
+    monkeypatch.setattr("qarl.rewards.log.FILE_BYTES", 3000)
     path = tmp_path / "rewards.log"
     for i in range(8):
-        RewardLog(path).write(bytes([65 + i]) * (FILE_BYTES // 3))
+        RewardLog(path).write(bytes([65 + i]) * 1000)
     both = path.read_bytes(), (tmp_path / "rewards.log.1").read_bytes()
     assert [set(map(chr, set(part))) for part in both] == [{"G", "H"}, {"D", "E", "F"}]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["rewards.log", "rewards.log.1"]
