@@ -1,6 +1,7 @@
 """The vLLM engine over samplers that fail: restarts, their limit, and what a publish sends. Without vLLM."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,13 @@ def test_responses_come_in_order_with_their_texts(undisturbed, case) -> None:
         assert stopped == (rollout.token_ids[-1] == 1)
         said = rollout.token_ids[:-1] if stopped else rollout.token_ids
         assert rollout.text == case.engine.tokenizer.decode(said)
+
+
+def test_a_repeated_prompt_continues_its_samples(case) -> None:
+    engine = case.make()
+    case.publish()
+    wanted = engine.generate([PROMPTS[0]], replace(SAMPLING, n=4), 0)
+    assert engine.generate([PROMPTS[0], PROMPTS[0]], SAMPLING, 0) == wanted
 
 
 def test_an_exact_sampler_with_other_bits_is_reported_once(case) -> None:

@@ -94,7 +94,7 @@ def test_a_slow_sampler_is_not_taken_for_hung(start, monkeypatch) -> None:
             seen.append(responses)
 
     assert len(sampler.call("generate", ORDER, most_of_its_time_goes_by)) == 8
-    assert clock[0] > 1.0 and seen == sorted(seen) and 0 < seen[-1] <= 8
+    assert clock[0] > 1.5 and seen == sorted(seen) and 0 < seen[-1] <= 8
 
 
 def test_a_failure_is_one_line_and_the_sampler_goes_on(start, answer, tmp_path) -> None:

@@ -55,6 +55,12 @@ def test_lines_missing_before_the_checkpoint_are_refused_and_named(tmp_path):
                 began_after(record(tmp_path, mixed, History(checkpoint=start)), start, own=True, every=EVERY)
 
 
+def test_a_repeated_line_after_that_of_the_checkpoint_is_refused(tmp_path):
+    run = record(tmp_path, [1, 2, 3, 2, 4], History(checkpoint=3))
+    with pytest.raises(UserError, match=r"metrics\.jsonl: holds step 2 more than once, and .* restore the file"):
+        began_after(run, 3, own=True, every=EVERY)
+
+
 GONE = "checkpoints: the checkpoints of this run are gone"
 
 
