@@ -157,6 +157,12 @@ def test_exact_and_regex_count_what_follows_a_think_block(completion, prompt, ex
     assert exact([completion], [prompt], answer=[completion], think_tags=None) == [1.0]
 
 
+def test_a_regex_with_a_tag_in_it_reads_think_blocks_itself():
+    pattern = "<think>.*</think>\\s*<answer>(.*?)</answer>"
+    completion = "<think>a</think><answer>yes</answer>"
+    assert regex([completion], ["p"], answer=["yes"], pattern=pattern, group=1) == [1.0]
+
+
 @pytest.mark.parametrize("entry", [None, {}, {"metadata": {}}])
 def test_reasoning_gym_names_what_an_entry_lacks(reasoning_gym, entry):
     with pytest.raises(UserError, match=r"column 'entry': a value has no `metadata.source_dataset`.*; use entries"):
