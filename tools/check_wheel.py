@@ -18,7 +18,7 @@ from tiny_models import save_tiny_model, tiny_settings
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = {"qarl": "qarl", "qarl_kernels": "kernels/qarl_kernels", "qarl_formats": "quant_formats/qarl_formats"}
-
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 WHERE = """
 import qarl, qarl_kernels, qarl_formats
 from importlib.metadata import version
@@ -30,33 +30,36 @@ print(*(Path(p.__file__).resolve().parents[1] for p in (qarl, qarl_kernels, qarl
 
 def main() -> None:
     with tempfile.TemporaryDirectory(prefix="qarl-wheel-") as folder:
-        work = Path(folder)
+        work = Path(folder).resolve()
         wheel = build(work / "dist")
         check_contents(wheel)
-        python = install(wheel, work / "environment")
-        use(python, work)
+        use(install(wheel, work / "environment"), work / "here")
     print(f"{wheel.name}: installed into an empty environment, and used")
 
 
-def run(*command: object, cwd: Path | None = None, **environment: str) -> str:
+def run(*command: object, cwd: Path | None = None) -> str:
     """Standard output; ends the program with what was printed if the command fails."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    done = subprocess.run([*map(str, command)], cwd=cwd, env=kept | environment, capture_output=True, text=True)
+    kept["OMP_NUM_THREADS"] = "1"
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=kept, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
     return done.stdout
 
 
+def tracked(folder: str) -> list[str]:
+    """Tracked files below a folder of the repository, relative to it."""
+    names = run("git", "ls-files", "-z", cwd=ROOT / folder).split("\0")
+    return [name for name in names if name and (ROOT / folder / name).is_file()]
+
+
 def build(out: Path) -> Path:
     """The wheel of the working tree, from a copy of the tracked files: a stale build directory adds nothing to it."""
     tree = out / "tree"
-    tree.mkdir(parents=True)
-    files = [name for name in run("git", "ls-files", "-z", cwd=ROOT).split("\0") if name and (ROOT / name).is_file()]
-    for name in files:
+    for name in tracked("."):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         (tree / name).write_bytes((ROOT / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
-    run(*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, tree)
+    run(*PIP, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", out, tree)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -64,49 +67,34 @@ def build(out: Path) -> Path:
 def check_contents(wheel: Path) -> None:
     """Every tracked file of the packages is in the wheel, and no other package."""
     with zipfile.ZipFile(wheel) as archive:
-        inside = set(archive.namelist())
-    expected = set()
-    for package, folder in PACKAGES.items():
-        for name in run("git", "ls-files", "-z", folder, cwd=ROOT).split("\0"):
-            if name and (ROOT / name).is_file():
-                expected.add(f"{package}/{Path(name).relative_to(folder)}")
-    if missing := sorted(expected - inside):
-        raise SystemExit(f"{wheel.name}: {len(missing)} files are missing, such as {missing[:3]}")
-    metadata = f"{wheel.name.removesuffix('-py3-none-any.whl')}.dist-info"
-    if strange := sorted({name.split("/")[0] for name in inside} - set(PACKAGES) - {metadata}):
-        raise SystemExit(f"{wheel.name}: holds {strange}, which is none of its packages")
+        inside = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {f"{package}/{name}" for package, folder in PACKAGES.items() for name in tracked(folder)}
+    strange = {name for name in inside if name.split("/")[0] not in PACKAGES}
+    if wrong := sorted((expected - inside) | strange):
+        raise SystemExit(f"{wheel.name}: {len(wrong)} files are missing or of no package, such as {wrong[:3]}")
 
 
 def install(wheel: Path, environment: Path) -> Path:
     """A new environment with the wheel; its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]
-    run(*pip, "install", "-q", "--no-deps", "--no-index", wheel)
+    run(*PIP, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
     # A path file adds a directory and does not read the path files in it, so an editable qarl there stays unknown.
     site = next((environment / "lib").glob("python*")) / "site-packages"
     (site / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return python
 
 
-def use(python: Path, work: Path) -> None:
+def use(python: Path, here: Path) -> None:
     """Run the installed program in a directory without the sources."""
-    here = work / "here"
     here.mkdir()
-    own = str((work / "environment").resolve())
     places = run(python, "-c", WHERE, cwd=here).splitlines()
-    if len(places) != len(PACKAGES) or not all(place.startswith(own) for place in places):
+    if len(places) != len(PACKAGES) or not all(place.startswith(str(python.parents[1])) for place in places):
         raise SystemExit(f"imported from elsewhere than the wheel: {places}")
-    qarl = python.with_name("qarl")
-    version = run(qarl, "--version", cwd=here).strip()
-    if f"qarl-{version}-" not in next((work / "dist").glob("*.whl")).name:
-        raise SystemExit(f"qarl --version says {version}")
-    run(qarl, "schema", cwd=here)
     save_tiny_model(here / "tiny")
     (here / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings(Path("tiny"), train={"steps": 1})))
-    run(qarl, "check", "tiny.yaml", cwd=here)
-    run(qarl, "train", "tiny.yaml", cwd=here, OMP_NUM_THREADS="1")
-    run(qarl, "report", "runs/tiny", cwd=here)
+    for command in ("--version", "schema", "check tiny.yaml", "train tiny.yaml", "report runs/tiny"):
+        run(python.with_name("qarl"), *command.split(), cwd=here)
     for name in ("metrics.jsonl", "checkpoints/latest", "report.html"):
         if not (here / "runs/tiny" / name).exists():
             raise SystemExit(f"the run left no {name}")

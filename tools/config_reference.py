@@ -44,22 +44,36 @@ def main() -> None:
 
 def page(schema: Schema) -> str:
     """The page as Markdown."""
-    reference, parts = Reference(schema), [HEAD]
-    for name, entry in schema["properties"].items():
-        section = reference.section(entry)
-        reference.seen[json.dumps(section)] = name
-        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{reference.tables(name, section)}")
+    parts, seen = [HEAD], dict[str, str]()
+    for name, entry in inlined(schema)["properties"].items():
+        section = section_of(entry)
+        seen[json.dumps(section)] = name
+        parts.append(f"## {name}\n\n{described(section, entry)}\n\n{tables(name, section, seen)}")
     return "\n".join(parts)
 
 
 def keys(schema: Schema) -> Iterator[str]:
     """Every key with its section, such as `rollout.vllm.process`; lists of sections without an index."""
-    for name, entry in schema["properties"].items():
+    for name, entry in inlined(schema)["properties"].items():
         yield name
-        section = Reference(schema).section(entry)
-        for kind in Reference(schema).kinds(section) or [section]:
-            for row in Reference(schema).rows("", kind, name):
+        section = section_of(entry)
+        for kind in section.get("oneOf", [section]):
+            for row in rows("", kind, name, {}):
                 yield f"{name}.{row.key}".replace("[]", "")
+
+
+def inlined(node: Any, definitions: dict[str, Schema] | None = None) -> Any:
+    """A schema with definitions in place of references; beside a description or default, as the only alternative."""
+    if isinstance(node, list):
+        return [inlined(part, definitions) for part in node]
+    if not isinstance(node, dict):
+        return node
+    definitions = node.get("$defs", definitions or {})
+    rest = {key: inlined(value, definitions) for key, value in node.items() if key not in ("$ref", "$defs")}
+    if "$ref" not in node:
+        return rest
+    definition = inlined(definitions[node["$ref"].removeprefix("#/$defs/")], definitions)
+    return {"anyOf": [definition], **rest} if rest else definition
 
 
 def described(section: Schema, entry: Schema) -> str:
@@ -69,123 +83,101 @@ def described(section: Schema, entry: Schema) -> str:
     return " ".join(" ".join([own, *texts]).split())
 
 
-class Reference:
-    """The sections of a schema.
+def alternatives(entry: Schema) -> list[Schema]:
+    """The definitions that a value may have, of `anyOf` and `oneOf` at any depth."""
+    found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
+    return [each for part in found for each in alternatives(part)] if found else [entry]
 
-    Attributes:
+
+def section_of(entry: Schema) -> Schema:
+    """The definition of a section, also if the key may be null or a text instead."""
+    return next((part for part in entry.get("anyOf", []) if "oneOf" in part or "properties" in part), entry)
+
+
+def tables(name: str, section: Schema, seen: dict[str, str]) -> str:
+    """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys.
+
+    Args:
+        name: Of the section.
+        section: Its definition.
         seen: Names of sections that the page already has, by definition; they are links where they occur again.
     """
-
-    def __init__(self, schema: Schema) -> None:
-        self._definitions: dict[str, Schema] = schema["$defs"]
-        self.seen: dict[str, str] = {}
-
-    def resolved(self, entry: Schema) -> Schema:
-        """The definition that an entry refers to, or the entry itself."""
-        while "$ref" in entry:
-            entry = self._definitions[entry["$ref"].removeprefix("#/$defs/")]
-        return entry
-
-    def alternatives(self, entry: Schema) -> list[Schema]:
-        """The definitions that a value may have, of `anyOf` and `oneOf` at any depth."""
-        entry = self.resolved(entry)
-        found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
-        return [each for part in found for each in self.alternatives(part)] if found else [entry]
-
-    def section(self, entry: Schema) -> Schema:
-        """The definition of a section, also if the key may be null or a text instead."""
-        section = self.resolved(entry)
-        inner = [self.resolved(part) for part in section.get("anyOf", [])]
-        return next((part for part in inner if "oneOf" in part or "properties" in part), section)
-
-    def kinds(self, section: Schema) -> list[Schema]:
-        """The definitions of a section that has several."""
-        return [self.resolved(kind) for kind in section.get("oneOf", [])]
-
-    def tables(self, name: str, section: Schema) -> str:
-        """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys."""
-        head, kinds = ["key", "type, default", "meaning"], self.kinds(section)
-        if not kinds:
-            return table(head, [cells(row) for row in self.rows("", section, name)])
-        selector = section.get("discriminator", {}).get("propertyName", "name")
-        before, seen = dict(self.seen), dict(self.seen)
-        names: dict[str, str] = {}
-        found: dict[Row, dict[str, list[str]]] = {}  # rows without their default -> default -> kinds
-        for kind in kinds:
-            label = f"`{kind['properties'][selector].get('const', kind.get('title'))}`"
-            self.seen = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
-            for row in self.rows("", kind, name):
-                if row.key == selector:
-                    names[label] = row.text
-                else:
-                    found.setdefault(row._replace(default=""), {}).setdefault(row.default, []).append(label)
-            seen |= self.seen
-        self.seen = seen
-        shared, others = [], []
-        for row, by_default in found.items():
-            common = max(by_default, key=lambda default: len(by_default[default]))
-            key, value, text = cells(row._replace(default=common))
-            for default, labels in by_default.items():
-                value += f"; default for {', '.join(labels)}: {default or 'null'}" if default != common else ""
-            having = [label for label in names if any(label in some for some in by_default.values())]
-            if rest := [label for label in names if label not in having]:
-                which = ", ".join(having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
-                others.append([key, which, value, text])
+    head, kinds = ["key", "type, default", "meaning"], section.get("oneOf", [])
+    if not kinds:
+        return table(head, [cells(row) for row in rows("", section, name, seen)])
+    selector = section.get("discriminator", {}).get("propertyName", "name")
+    before = dict(seen)
+    names: dict[str, str] = {}
+    found: dict[Row, dict[str, list[str]]] = {}  # rows without their default -> default -> kinds
+    for kind in kinds:
+        label = f"`{kind['properties'][selector].get('const', kind.get('title'))}`"
+        own = dict(before)  # a copy per kind, so that kinds that share a section have equal rows
+        for row in rows("", kind, name, own):
+            if row.key == selector:
+                names[label] = row.text
             else:
-                shared.append([key, value, text])
-        tables = [table([f"`{selector}`", "meaning"], [list(item) for item in names.items()]), table(head, shared)]
-        return "\n".join([*tables, table(["key", f"`{selector}`", *head[1:]], others)])
+                found.setdefault(row._replace(default=""), {}).setdefault(row.default, []).append(label)
+        seen |= own
+    shared, others = [], []
+    for row, by_default in found.items():
+        common = max(by_default, key=lambda default: len(by_default[default]))
+        key, value, text = cells(row._replace(default=common))
+        for default, labels in by_default.items():
+            value += f"; default for {', '.join(labels)}: {default or 'null'}" if default != common else ""
+        having = [label for label in names if any(label in some for some in by_default.values())]
+        if rest := [label for label in names if label not in having]:
+            which = ", ".join(having) if len(rest) >= len(having) else f"all but {', '.join(rest)}"
+            others.append([key, which, value, text])
+        else:
+            shared.append([key, value, text])
+    listed = [table([f"`{selector}`", "meaning"], [list(item) for item in names.items()]), table(head, shared)]
+    return "\n".join([*listed, table(["key", f"`{selector}`", *head[1:]], others)])
 
-    def rows(self, path: str, section: Schema, name: str) -> Iterator[Row]:
-        """The keys of a section and of the sections in it.
 
-        Args:
-            path: Prefix of the keys, with a trailing dot unless it is empty.
-            section: The section's definition.
-            name: Name of the top-level section.
-        """
-        required = section.get("required", [])
-        for key, entry in section.get("properties", {}).items():
-            inner = self._inner_section(entry)
-            text = " ".join(entry.get("description", described(inner or {}, {})).split())
-            default = "required" if key in required else shown(entry.get("default"))
-            if default:
-                text = re.sub(r" \(default [\d.e-]+\)", "", text)
-            known = self.seen.get(json.dumps(inner)) if inner is not None else None
-            if known is not None:
-                text += f" The keys of [{known}](#{known.split('.')[0]})."
-            yield Row(f"{path}{key}", self._kind(entry), default, text)
-            if inner is not None and known is None:
-                several = any(part.get("type") == "array" for part in self.alternatives(entry))
-                below = f"{path}{key}{'[]' if several else ''}"
-                self.seen.setdefault(json.dumps(inner), f"{name}.{below}")
-                yield from self.rows(f"{below}.", inner, name)
+def rows(path: str, section: Schema, name: str, seen: dict[str, str]) -> Iterator[Row]:
+    """The keys of a section and of the sections in it. path: Prefix of the keys, with a trailing dot, or empty.
+    name: Of the top-level section."""
+    required = section.get("required", [])
+    for key, entry in section.get("properties", {}).items():
+        inner = inner_section(entry)
+        text = " ".join(entry.get("description", described(inner or {}, {})).split())
+        default = "required" if key in required else shown(entry.get("default"))
+        if default:
+            text = re.sub(r" \(default [\d.e-]+\)", "", text)
+        known = seen.get(json.dumps(inner)) if inner is not None else None
+        if known is not None:
+            text += f" The keys of [{known}](#{known.split('.')[0]})."
+        yield Row(f"{path}{key}", kind_of(entry), default, text)
+        if inner is not None and known is None:
+            several = any(part.get("type") == "array" for part in alternatives(entry))
+            below = f"{path}{key}{'[]' if several else ''}"
+            seen.setdefault(json.dumps(inner), f"{name}.{below}")
+            yield from rows(f"{below}.", inner, name, seen)
 
-    def _inner_section(self, entry: Schema) -> Schema | None:
-        """The section that a key holds, alone, or in a list."""
-        for part in self.alternatives(entry):
-            inner = self.resolved(part.get("items", part) if part.get("type") == "array" else part)
-            if isinstance(inner, dict) and inner.get("properties"):
-                return inner
-        return None
 
-    def _kind(self, entry: Schema) -> str:
-        """The type of a value, with its choices or bounds; null is left out if it is the default."""
-        kinds = []
-        for part in self.alternatives(entry):
-            if "enum" in part or "const" in part:
-                choices = part.get("enum", [part.get("const")])
-                kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
-            elif part.get("type") == "array":
-                items = part.get("items", part.get("prefixItems", [None])[0])
-                kinds.append(f"list of {self._kind(items) if isinstance(items, dict) else 'value'}")
-            elif part.get("type") == "null":
-                kinds += ["null"] if entry.get("default") is not None else []
-            elif part.get("properties"):
-                kinds.append("section")
-            else:
-                kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
-        return ", ".join(dict.fromkeys(kinds))
+def inner_section(entry: Schema) -> Schema | None:
+    """The section that a key holds, alone, or in a list."""
+    parts = [part.get("items", part) if part.get("type") == "array" else part for part in alternatives(entry)]
+    return next((part for part in parts if isinstance(part, dict) and part.get("properties")), None)
+
+
+def kind_of(entry: Schema) -> str:
+    """The type of a value, with its choices or bounds; null is left out if it is the default."""
+    kinds = []
+    for part in alternatives(entry):
+        if "enum" in part or "const" in part:
+            choices = part.get("enum", [part.get("const")])
+            kinds += [f"`{choice if isinstance(choice, str) else json.dumps(choice)}`" for choice in choices]
+        elif part.get("type") == "array":
+            items = part.get("items", part.get("prefixItems", [None])[0])
+            kinds.append(f"list of {kind_of(items) if isinstance(items, dict) else 'value'}")
+        elif part.get("type") == "null":
+            kinds += ["null"] if entry.get("default") is not None else []
+        elif part.get("properties"):
+            kinds.append("section")
+        else:
+            kinds.append(NAMES.get(str(part.get("type")), "value") + bounds_of(part))
+    return ", ".join(dict.fromkeys(kinds))
 
 
 def bounds_of(part: Schema) -> str:

@@ -62,11 +62,8 @@ BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
 def read_lines(path: Path) -> list[Row]:
-    """The objects of a JSON-lines file. Raises UserError if it cannot be read."""
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: {error}; name a file that qarl or tools/make_traces.py wrote") from None
+    """The objects of a JSON-lines file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def sized_rows(record: RunRecord, path: Path) -> dict[str, list[Row]]:
@@ -90,30 +87,20 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
 
 
-def ladder_table(rows: Sequence[Row]) -> str:
-    """Markdown: the share of right answers by family and level, and the share of truncated responses."""
-
-    def share(**wanted: Any) -> str:
-        found = [row["correct"] for row in rows if all(row[key] == value for key, value in wanted.items())]
-        return f"{statistics.fmean(found):.0%} of {len(found)}" if found else ""
-
-    levels, lines = sorted({row["level"] for row in rows}), []
-    for family in dict.fromkeys(row["family"] for row in rows):
-        cut = statistics.fmean(row["finish_reason"] == "length" for row in rows if row["family"] == family)
-        cells = [share(family=family, level=level) for level in levels]
-        lines.append([family, *cells, share(family=family), f"{cut:.0%}"])
-    lines.append(["all", *(share(level=level) for level in levels), share(), ""])
-    return markdown(["family", *(f"level {level}" for level in levels), "all levels", "truncated"], lines)
-
-
 def show_ladder(options: argparse.Namespace) -> None:
+    """Print the share of right answers and of truncated responses by family and level."""
     record = read_run(options.run)
-    files = sorted((options.run / "evaluations").glob("*.jsonl")) + sorted(options.run.glob("eval/*/completions.jsonl"))
+    files = [*options.run.glob("evaluations/*.jsonl"), *options.run.glob("eval/*/completions.jsonl")]
     if not files:
         raise UserError(f"{options.run}: no evaluation; run qarl eval {options.run}")
-    for path in files:
+    for path in sorted(files):
         for name, rows in sized_rows(record, path).items():
-            print(f"{path.relative_to(options.run)}, task {name}\n\n{ladder_table(rows)}\n")
+            print(f"{path.relative_to(options.run)}, task {name}")
+            for family, level in sorted({(row["family"], row["level"]) for row in rows}):
+                own = [row for row in rows if (row["family"], row["level"]) == (family, level)]
+                right = statistics.fmean(row["correct"] for row in own)
+                cut = statistics.fmean(row["finish_reason"] == "length" for row in own)
+                print(f"  {family:15} level {level}  {right:4.0%} right of {len(own)}, {cut:.0%} truncated")
 
 
 def make_record(record: RunRecord, steps: int | None = None) -> Row:

@@ -22,30 +22,24 @@ PACKAGES = (ROOT, ROOT / "kernels", ROOT / "quant_formats")
 TIMEOUT_S = 900
 
 
-def run_tests(arguments: list[str]) -> str:
-    """'killed' if a test failed, 'survived' if all passed; any other end of pytest is an error of the list."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *arguments]
-    try:
-        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, capture_output=True).returncode
-    except subprocess.TimeoutExpired:
-        return "killed"
-    # 2: a mutant that breaks an import at collection also counts as caught.
-    return {0: "survived", 1: "killed", 2: "killed"}.get(code, f"pytest ended with {code}")
-
-
 def apply(mutant: dict) -> dict:
     """Run the tests of one mutant, and restore the file."""
     path = ROOT / mutant["file"]
     original = path.read_text()
     if original.count(mutant["old"]) != 1:
         return mutant | {"result": f"'old' occurs {original.count(mutant['old'])} times"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, PACKAGES))}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant["tests"].split()]
     began = time.monotonic()
     try:
         path.write_text(original.replace(mutant["old"], mutant["new"]))
-        result = run_tests(mutant["tests"].split())
+        code = subprocess.run(command, cwd=ROOT, env=environment, timeout=TIMEOUT_S, capture_output=True).returncode
+    except subprocess.TimeoutExpired:
+        code = 1
     finally:
         path.write_text(original)
+    # 2: a mutant that breaks an import at collection also counts as caught. Any other code is an error of the list.
+    result = {0: "survived", 1: "killed", 2: "killed"}.get(code, f"pytest ended with {code}")
     return mutant | {"result": result, "seconds": round(time.monotonic() - began, 1)}
 
 

@@ -42,7 +42,6 @@ class Case(NamedTuple):
     ranks: int = 1
     resume: bool = False  # run one step first, then the same command again for all steps
     export: bool = False
-    interpreted: bool = False  # Triton kernels, in the interpreter
 
 
 NO_GROUPS = "quant.group_size=null"
@@ -62,11 +61,9 @@ SCHEMES = {
 }
 OBJECTIVES = ("tbpo", "grpo", "dapo", "dual_clip_grpo", "gspo", "mis_gspo", "sapo", "positive_only", "reinforce")
 FAMILIES = ("mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-KERNELS = ("bf16", "w4a16", "w4a16_asymmetric", "w4a8", "w8a8", "fp8", "fp8_block", "nvfp4a16")
 QUICK = {"bf16", "w4a16", "fp8", "tbpo", "gspo", "reinforce", "qwen3_moe"}
 MISMATCH = "quant.learner=full_precision"  # so that no ratio is 1
 QUICKSTART = "train.steps=2 train.prompts_per_step=4 objective.advantage=reinforce evaluation.samples=1"
-SMALL = "train.prompts_per_step=1 train.minibatch_size=4 train.steps=1 objective.name=reinforce train.seed=1"
 VLLM = "rollout.engine=vllm rollout.max_num_seqs=4 rollout.kv_cache_tokens=4096"
 FAST = "rollout.numerics=fast rollout.linear_kernels=vllm"
 DEEPSPEED = "distributed.engine=deepspeed"
@@ -107,11 +104,6 @@ CASES: dict[str, Case] = {
     "ranks/rows_fp8_resume": Case(f"quant.scheme=fp8 {NO_GROUPS}", ranks=2, resume=True),
     "ranks/deepspeed_0": Case(f"{DEEPSPEED} distributed.zero_stage=0", ranks=2),
     "ranks/deepspeed_3": Case(f"{DEEPSPEED} distributed.zero_stage=3", "qwen3", ranks=2),
-    "kernels/w4a16_quick": Case(SMALL, "qwen3 1", True, interpreted=True),
-    **{f"kernels/{name}": Case(f"{SMALL} {SCHEMES[name]}", "llama 1", interpreted=True) for name in KERNELS},
-    "kernels/moe_w4a16": Case(SMALL, "olmoe 1", interpreted=True),
-    "kernels/moe_fp8": Case(f"{SMALL} {SCHEMES['fp8']}", "qwen2_moe 1", interpreted=True),
-    "kernels/kv_cache_fp8": Case(f"{SMALL} quant.kv_cache_dtype=fp8", "qwen2 1", interpreted=True),
     "quickstart": Case(QUICKSTART, "configs/quickstart.yaml"),
     "vllm/fast": Case(f"{VLLM} {FAST}", "qwen3"),
     "vllm/fast_delta": Case(f"{VLLM} {FAST} rollout.vllm.process=inline rollout.vllm.publish=delta", "qwen3"),
@@ -119,24 +111,11 @@ CASES: dict[str, Case] = {
 }
 
 
-# Lets policies on the CPU use Triton kernels, wherever the choice was imported to.
-WITH_KERNELS = """
-import sys, interpreting, qarl.cli, qarl.exporting.verify, qarl.training.loop
-interpreting.prepare()
-modules = [m for name, m in sys.modules.items() if name.startswith("qarl.") and hasattr(m, "use_kernels")]
-assert modules, "no module has use_kernels, which chooses the kernels; adapt this script"
-for module in modules:
-    module.use_kernels = lambda *_: True
-qarl.cli.main(sys.argv[1:])
-"""
-
-
-def qarl(checkout: Path, case: Case, *argv: str) -> None:
+def qarl(checkout: Path, *argv: str) -> None:
     """Run a `qarl` command of a checkout. Raises RuntimeError, with the end of what it printed, if it fails."""
-    paths = [*(checkout / part for part in (".", "kernels", "quant_formats")), ROOT / "tests"]
+    paths = [checkout / part for part in (".", "kernels", "quant_formats")]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    variables |= {"TRITON_INTERPRET": "1"} if case.interpreted else {}
-    command = [sys.executable, *(["-c", WITH_KERNELS] if case.interpreted else ["-m", "qarl.cli"]), *argv]
+    command = [sys.executable, "-m", "qarl.cli", *argv]
     how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "errors": "replace"}
     done = subprocess.run(command, env=os.environ | variables, cwd=checkout, timeout=LIMIT_S, **how)
     if done.returncode:
@@ -160,10 +139,10 @@ def run_case(case: Case, checkout: Path, config: Path, run: Path) -> Digests:
     argv += ["--nproc", str(case.ranks)] if case.ranks > 1 else []
     try:
         if case.resume:
-            qarl(checkout, case, *argv, "train.steps=1")
-        qarl(checkout, case, *argv)
+            qarl(checkout, *argv, "train.steps=1")
+        qarl(checkout, *argv)
         if case.export:
-            qarl(checkout, case, "export", str(run), str(run / "export"), "--no-vllm")
+            qarl(checkout, "export", str(run), str(run / "export"), "--no-vllm")
     except (RuntimeError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     return dict(digests(run))

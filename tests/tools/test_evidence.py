@@ -138,7 +138,8 @@ def test_the_ladder_shows_right_answers_by_family_and_level(root, capsys):
     run(root, "ladder", root / "runs/good-seed1")
     found = capsys.readouterr().out
     assert "evaluations/000008.jsonl, task test" in found
-    assert "| sums | 100% of 4 | 0% of 4 | 50% of 8 | 25% |" in found
+    assert "sums            level 3  100% right of 4, 50% truncated" in found
+    assert "sums            level 4    0% right of 4, 0% truncated" in found
     write_lines(root / "test.jsonl", TASKS[::-1])
     try:
         with pytest.raises(UserError, match=r"000000.jsonl: prompt 0 is another one now; restore the file of the"):

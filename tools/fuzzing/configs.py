@@ -8,21 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from config_reference import Reference
+from config_reference import alternatives, inlined
 from fuzzing.base import SHIPPED, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_yaml, edit_record
 from fuzzing.values import (
-    argument,
     chance,
     json_values,
     listed,
     make_traps,
-    paths,
     pick,
     position,
     shown,
-    texts,
     yaml_values,
 )
 from hypothesis import strategies as st
@@ -39,22 +36,21 @@ def schema_keys() -> dict[Key, list[dict[str, Any]]]:
     """
     from qarl.config import Config
 
-    schema, found = Config.model_json_schema(), {}
-    for path, node in _keys(Reference(schema), schema, ()):
+    found: dict[Key, list[dict[str, Any]]] = {}
+    for path, node in _keys(inlined(Config.model_json_schema()), ()):
         found.setdefault(path, []).append(node)
     return found
 
 
-def _keys(reference: Reference, node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
-    for option in reference.alternatives(node):
+def _keys(node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]]]:
+    for option in alternatives(node):
         properties = option.get("properties", {})
         member = properties.get("name", {}).get("const")
         for name, child in properties.items():
-            leaf = reference.resolved(child)
-            yield (*path, name), leaf if member is None else {**leaf, "x-name": member}
-            yield from _keys(reference, child, (*path, name))
+            yield (*path, name), child if member is None else {**child, "x-name": member}
+            yield from _keys(child, (*path, name))
         if option.get("type") == "array" and isinstance(option.get("items"), dict):
-            yield from _keys(reference, option["items"], (*path, 0))
+            yield from _keys(option["items"], (*path, 0))
 
 
 def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
@@ -114,41 +110,20 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
         section["name"] = pick(draw, readers or ["sapo"])
 
 
-def mutate_override(draw: DrawFn, base: Path, case: Case) -> None:
-    """`qarl check` of a good file with hostile `KEY.PATH=VALUE` arguments."""
-    make_traps(case.cwd)
-    lay_out(base, case, "model", "tiny.yaml")
-    overrides = []
-    for _ in range(pick(draw, (1, 1, 2, 5))):
-        name = ".".join(map(str, pick(draw, list(schema_keys()))))
-        if chance(draw, 20):
-            around = (f"{name}.", f".{name}", f"{name}.x", f"{name}.0", name.upper(), f" {name} ", f"{name}\n")
-            indices = [f"reward.functions.{index}.name" for index in ("9" * 20, "-1", "²", "9" * 5_000)]
-            name = draw(st.sampled_from((*around, *indices, "", ".", "a..b", "k" * 5_000, "model", "0")) | texts)
-        value = draw(yaml_values) if chance(draw, 80) else draw(texts | paths)
-        overrides.append(argument(f"{name}={value}" if chance(draw, 95) else f"{name}{value}"))
-    case.mutation = "overrides: " + "; ".join(shown(text) for text in overrides)
-    case.argv = ["check", "tiny.yaml", *overrides]
-
-
-# What this machine, its network or the model decides, not the configuration; what the case itself needs; and keys whose
-# range allows what takes long or says too little.
+# Sections of which every value trains on any machine in a second, and what the case itself needs of them.
+VALID = ("objective", "correction", "optim", "checkpoint", "diagnostics")
 LEFT_OUT = listed("""
-    model.path  model.gguf_file  model.device  model.trust_remote_code  model.routing  rollout.engine  rollout.vllm
-    rollout.linear_kernels  quant.kernels  quant.backward  diagnostics.backward_every  diagnostics.routing_every
-    logging.wandb  logging.trackio  logging.mlflow  logging.swanlab  logging.console  train.run_dir  train.steps  data.s
-    data.prompt  data.columns  data.task  data.max_prompt_length  objective.path  objective.kwargs  objective.router
-    reward.functions  reward.workers  reward.timeout_s  evaluation  checkpoint.resume  rollout.kv_cache_tokens
-    rollout.stop  quant.ignore  quant.group_size  model.max_length  model.revision
+    objective.path  objective.kwargs  objective.router  objective.teacher  diagnostics.backward_every
+    diagnostics.routing_every  checkpoint.resume
 """)
 
 
 @cache
 def valid_keys() -> tuple[Key, ...]:
-    """Keys that hold no sections and no lists of sections, those in `LEFT_OUT` excepted."""
+    """Keys of `VALID` that hold no sections and no lists of sections, those in `LEFT_OUT` excepted."""
     sections = {path[:length] for path in schema_keys() for length in range(1, len(path))}
-    names = {path: ".".join(map(str, path)) for path in schema_keys() if path not in sections and 0 not in path}
-    return tuple(path for path, name in names.items() if not name.startswith(tuple(LEFT_OUT)))
+    values = [path for path in schema_keys() if path[0] in VALID and path not in sections and 0 not in path]
+    return tuple(path for path in values if not ".".join(map(str, path)).startswith(tuple(LEFT_OUT)))
 
 
 def mutate_nothing(draw: DrawFn, base: Path, case: Case) -> None:

@@ -14,15 +14,13 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, sampled_from
 
 ANSWERS = listed(r"#### 4  \boxed{4}  \boxed{{{{  \frac{1}{0}  2^{2^{2^{2^{99}}}}  9**9**9**9  " + "(" * 5_000)
-contents = sampled_from(("2 + 2 =", [{"type": "image"}], [{"type": "text", "text": "x"}], {"a": 1}, 5, None, "\ud800"))
-roles = sampled_from(("user", "assistant", "system", "tool", None, ["user"], ESCAPE))
-messages = st.fixed_dictionaries({}, optional={"role": roles, "content": contents, "tool_calls": st.just([None])})
+contents = sampled_from(("2 + 2 =", [{"type": "image"}], [{"type": "text", "text": "x"}], 5, None, "\ud800"))
+messages = st.fixed_dictionaries({"content": contents}, optional={"role": sampled_from(("user", "tool", None, ESCAPE))})
 # JSON of a value in the cell of a row: what appears in datasets, and what only an enemy writes.
 cells = st.one_of(
     json_values,
     json_values,
     st.lists(messages, min_size=1, max_size=3).map(json.dumps),
-    messages.map(json.dumps),
     sampled_from((*ANSWERS, "x" * 200_000, {"ground_truth": "4"})).map(json.dumps),
 )
 columns = sampled_from(("question", "question", "answer", "solution")) | texts | sampled_from(("prompts", "self"))
@@ -33,7 +31,7 @@ def mutate_dataset(draw: DrawFn, base: Path, case: Case) -> None:
     make_traps(case.cwd)
     lay_out(base, case, "model")
     column, cell = draw(columns), draw(cells)
-    source = f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv', 'parquet'))}"
+    source = f"rows.{pick(draw, ('jsonl', 'jsonl', 'json', 'csv'))}"
     path = case.cwd / source
     changed = range(len(ROWS)) if chance(draw, 60) else [3]
     what = f"{source}: {shown(column)} of {len(changed)} rows is {shown(cell)}"
@@ -57,15 +55,6 @@ def _write_rows(path: Path, column: str, cell: str, changed: range | list[int]) 
         members = {json.dumps(name): json.dumps(value) for name, value in row.items()}
         members |= {json.dumps(column): cell} if number in changed else {}
         lines.append("{" + ", ".join(f"{name}: {text}" for name, text in members.items()) + "}")
-    if path.suffix == ".parquet":
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        try:
-            pq.write_table(pa.Table.from_pylist([json.loads(line) for line in lines]), path)
-        except (ValueError, RecursionError, pa.ArrowException, OverflowError, UnicodeError):  # no value of a column
-            path.write_text(cell)
-        return
     table = [f"{row['question']},{row['answer']},{cell if n in changed else '1'}" for n, row in enumerate(ROWS)]
     texts = {
         ".jsonl": "".join(f"{line}\n" for line in lines),

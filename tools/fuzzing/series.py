@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from fuzzing.case import Case, Command, execute
-from fuzzing.configs import mutate_config, mutate_nothing, mutate_override
+from fuzzing.configs import mutate_config, mutate_nothing
 from fuzzing.datasets import mutate_dataset
 from fuzzing.stored import mutate_model, mutate_run
 from fuzzing.verdict import Result, Verdict, judge
@@ -17,7 +17,6 @@ from hypothesis.strategies import DrawFn
 # Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
 MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "config": (40, mutate_config),
-    "override": (15, mutate_override),
     "data": (9, mutate_dataset),
     "run": (12, mutate_run),
     "model": (9, mutate_model),
@@ -85,7 +84,7 @@ def run_case(seed: str, name: str, base: Path, root: Path, command: Command, kee
         verdict = judge(case, outcome)
         if verdict.status == "refused":
             last = outcome.err.decode(errors="replace").splitlines()[-1]
-            verdict = Verdict("bad", "untrainable", f"train: {last[:100]}", last)
+            verdict = Verdict("bad", "untrainable", last)
     if not keep:
         case.remove()
     return Result(case, outcome, verdict)

@@ -40,12 +40,6 @@ def shown(text: str, limit: int = 60) -> str:
     return plain if len(plain) <= limit else f"{plain[:limit]}... ({len(text)} characters)"
 
 
-def argument(text: str) -> str:
-    """`text` as a command line can carry it: no NUL, bytes that are not UTF-8 as Python's surrogate escapes."""
-    raw = text.replace("\0", "").encode("utf-8", "surrogatepass")
-    return raw[:100_000].decode("utf-8", "surrogateescape")
-
-
 def listed(text: str) -> list[str]:
     """The entries of a text, which have two spaces or a line break between them."""
     return re.split(r"\s*\n\s*|  +", text.strip())

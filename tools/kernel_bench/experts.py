@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured
+from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured, picked_rows
 from kernel_bench.products import quantized
 from model_sizes import SHAPES, Shape
 from qarl_formats.scheme import Codes
@@ -193,11 +193,9 @@ def expert_rows(
     states = torch.randn(max(many), sizes.hidden, device=device, dtype=torch.bfloat16)
     for tokens, kind in product(many, ROUTINGS):
         routing, x = make_routing(kind, tokens, sizes, device), states[:tokens]
-        picked = torch.linspace(0, tokens - 1, min(tokens, CHECKED), device=device).round().long()
+        picked = picked_rows(tokens, device, CHECKED)
         expected, shape = experts.expected(x, routing, picked), (tokens, sizes.hidden)
         for who, bind in bound.items():
-            row = measured(partial(bind, x, routing), stopwatch, reps, expected, picked, shape, TOLERANCE)
-            if "us" in row:
-                flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
-                row["tflops"] = flops / row["us"] / 1e6
+            flops = 6 * tokens * sizes.per_token * sizes.hidden * sizes.inner
+            row = measured(partial(bind, x, routing), stopwatch, reps, flops, expected, picked, shape, TOLERANCE)
             yield base | {"who": who, "routing": kind, "m": tokens} | row

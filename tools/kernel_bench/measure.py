@@ -94,10 +94,9 @@ def poison(m: int, n: int, device: torch.device) -> None:
     del blocks
 
 
-def picked_rows(m: int, device: torch.device) -> Tensor:
-    """Indices of at most CHECKED_ROWS of m rows, evenly spread, the first and the last among them. int64."""
-    count = min(m, CHECKED_ROWS)
-    return torch.linspace(0, m - 1, count, dtype=torch.float64, device=device).round().long()
+def picked_rows(m: int, device: torch.device, most: int = CHECKED_ROWS) -> Tensor:
+    """Indices of at most `most` of m rows, evenly spread, the first and the last among them. int64."""
+    return torch.linspace(0, m - 1, min(m, most), dtype=torch.float64, device=device).round().long()
 
 
 def check(
@@ -122,17 +121,19 @@ def measured(
     make: Callable[[], Call],
     stopwatch: Stopwatch,
     reps: int,
+    flops: float,
     expected: Tensor,
     rows: Tensor,
     shape: tuple[int, int],
     tolerance: float = TOLERANCE,
 ) -> Row:
-    """Check a kernel and time it: `us` and `relative_error`, or `skipped`, the reason.
+    """Check a kernel and time it: `us`, `tflops` and `relative_error`, or `skipped`, the reason.
 
     Args:
         make: Makes the call.
         stopwatch: Times it.
         reps: Timed calls; at most 7 for 4096 rows and more, since long calls vary less.
+        flops: Of a call.
         expected: float32 values of the result's `rows`.
         rows: Indices.
         shape: Of the result.
@@ -145,4 +146,4 @@ def measured(
         us = stopwatch.microseconds(call, reps if shape[0] < 4096 else min(reps, 7))
     except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
         return {"skipped": reason(failure)}
-    return {"us": us, "relative_error": error}
+    return {"us": us, "tflops": flops / us / 1e6, "relative_error": error}

@@ -183,7 +183,6 @@ def product_rows(
         picked = picked_rows(m, stopwatch.device)
         expected = problem.expected(picked)
         for who, make in bound.items():
-            row = measured(partial(make, m), stopwatch, reps, expected, picked, (m, layer.n))
-            if "us" in row:
-                row["tflops"] = 2 * m * layer.n * layer.k / row["us"] / 1e6
+            flops, shape = 2 * m * layer.n * layer.k, (m, layer.n)
+            row = measured(partial(make, m), stopwatch, reps, flops, expected, picked, shape)
             yield base | {"who": who, "m": m} | row
