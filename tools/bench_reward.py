@@ -38,8 +38,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[Record]:
     """Train with TRL. Returns per training step the mean reward and the seconds from the start to its end."""
     from datasets import load_dataset
-    from step_bench.trl_part import step_clock, trainer_arguments
     from trl import GRPOConfig, GRPOTrainer
+    from trl_peer import step_clock, trainer_arguments
 
     function, *others = config.reward.functions
     assert function.name == "regex" and not others, "evidence runs have this one reward"

@@ -186,6 +186,7 @@ def questions(count: int) -> list[str]:
     ]
 
 
+LR = 1e-6  # of a training step
 REWARD = '''"""A reward that differs from response to response, so that each of them has an advantage."""
 
 import zlib

@@ -118,7 +118,7 @@ def contents(directory: Path) -> dict[str, object]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["config", "data"])
+@pytest.mark.parametrize("kind", ["config", "valid"])
 def test_a_case_is_the_same_whenever_it_is_built(kind: str, base: Any, tmp_path: Path) -> None:
     different = set()
     for number in range(6):

@@ -9,8 +9,8 @@ from typing import Any
 import bench_step
 import pytest
 import torch
+import trl_peer
 from model_sizes import SHAPES, questions, shape_of
-from step_bench import step_part, trl_part
 from tiny_runs import Finished
 
 CPU = torch.device("cpu")
@@ -55,11 +55,11 @@ def test_shapes_are_those_of_their_models():
 
 def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     given = options("--prompts", "32", "--responses", "8")
-    found = trl_part.grpo_arguments(given, tmp_path, "vllm")
+    found = trl_peer.grpo_arguments(given, tmp_path, "vllm")
     assert found["per_device_train_batch_size"] * found["gradient_accumulation_steps"] == 256
     assert found["max_completion_length"] == 1024 and found["generation_kwargs"] == {"ignore_eos": True}
     assert found["model_init_kwargs"]["dtype"] == "float32"
-    own = trl_part.grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
+    own = trl_peer.grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
     assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
 
 
@@ -103,7 +103,7 @@ def test_time_within_functions_of_trl_is_counted():
         def inner(self) -> str:
             return "done"
 
-    owner, spent = Owner(), trl_part.Spent(CPU)
+    owner, spent = Owner(), trl_peer.Spent(CPU)
     spent.within(owner, "inner", "inner_s")
     assert owner.inner() == owner.inner() == "done"
     assert set(spent.read()) == {"inner_s"} and spent.read() == {}
@@ -118,7 +118,7 @@ def test_a_steps_record_has_its_phases_over_ranks_and_what_proves_its_publish():
         return times | several | rates | rest | more
 
     proved = {"publish/proved_frac": 1.0, "publish/sent_mib": 4.0}
-    first, second, whole = step_part.records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
+    first, second, whole = bench_step.records_of([metrics(1, 9.0), metrics(2, 1.0, **proved)], 8, "vllm", 30.0)
     assert (first["publish_s"], first["publish_s_max"], first["publish_load_s"]) == (9.0, 10.0, 0.25)
     assert (second["publish/proved_frac"], second["publish/sent_mib"]) == (1.0, 4.0)
     assert (whole["publish_s"], whole["publish_s_mean"], whole["publish_s_max"]) == (1.0, 1.5, 2.0)

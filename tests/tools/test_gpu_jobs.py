@@ -48,8 +48,8 @@ def test_a_job_has_arguments_that_its_tool_accepts(tool: str, arguments: list[st
 
 def step_configurations(options: argparse.Namespace) -> None:
     """The configuration of each case of bench_step is a valid one, overrides too."""
+    from bench_step import step_sections
     from model_sizes import shape_of
-    from step_bench.step_part import step_sections
 
     options.device = "cuda"
     for scheme, shape in itertools.product(list(options.scheme), options.shape):
@@ -59,7 +59,7 @@ def step_configurations(options: argparse.Namespace) -> None:
             found = make_config(sections, "step", options.set)
             assert isinstance(found, Config) and found.responses_per_step == options.prompts * options.responses
         if "trl" in options.part:
-            from step_bench.trl_part import grpo_arguments
+            from trl_peer import grpo_arguments
 
             assert grpo_arguments(options, Path("place"), "vllm")["use_vllm"]
 

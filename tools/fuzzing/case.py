@@ -74,9 +74,7 @@ class Case:
         return READING if self.reads_only else WORKING
 
     def remove(self) -> None:
-        """Remove the directory, including folders without read permission."""
-        for folder in self.directory.rglob("noaccess"):
-            folder.chmod(0o700)
+        """Remove the directory."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.directory)
 

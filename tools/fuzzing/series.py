@@ -7,7 +7,6 @@ from pathlib import Path
 
 from fuzzing.case import Case, Command, execute
 from fuzzing.configs import mutate_config, mutate_nothing
-from fuzzing.datasets import mutate_dataset
 from fuzzing.stored import mutate_model, mutate_run
 from fuzzing.verdict import Result, Verdict, judge
 from hypothesis import given, settings
@@ -17,9 +16,8 @@ from hypothesis.strategies import DrawFn
 # Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
 MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "config": (40, mutate_config),
-    "data": (9, mutate_dataset),
     "run": (12, mutate_run),
-    "model": (9, mutate_model),
+    "model": (12, mutate_model),
     "valid": (0, mutate_nothing),
 }
 KINDS = tuple(kind for kind, (weight, _) in MUTATORS.items() if weight)

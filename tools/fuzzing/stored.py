@@ -1,4 +1,4 @@
-"""Runs, models and exports that are damaged, forged or incomplete."""
+"""Runs, models, exports and data that are damaged, forged or incomplete."""
 
 import json
 import shlex
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, GENERATE, QUANTIZE, RUN, config, lay_out
+from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, FILE_DATA, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_entry, damage_file, edit_record, parsed, seal
 from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, weighted
@@ -31,18 +31,21 @@ MODEL_LINES = {
 
 
 def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
-    """A damaged model or export for one of the commands that take one."""
+    """A damaged model, export or file of rows for one of the commands that take one."""
     make_traps(case.cwd)
     lay_out(base, case, "model", "rows.jsonl", "export")
     model = case.cwd / "model"
-    if chance(draw, 80):
+    if chance(draw, 20):
+        what, refuse = _damaged_path(draw, [case.cwd / "rows.jsonl"], chance(draw, 80)), False
+        command = pick(draw, ("eval", "train"))
+    elif chance(draw, 80):
         what, refuse, command = _damaged_tree(draw, model), False, pick(draw, list(MODEL_LINES))
     else:
         shutil.rmtree(model)
         model.with_name("export").rename(model)
         what, refuse = _damaged_export(draw, model)
         command = pick(draw, ("generate", "eval"))
-    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config()))
+    (case.cwd / "c.yaml").write_text(yaml.safe_dump(config(data=FILE_DATA)))
     case.mutation, case.argv, case.must_refuse = f"model: {what}", shlex.split(MODEL_LINES[command]), refuse
 
 

@@ -60,7 +60,7 @@ texts = sampled_from(["", " ", *MEANINGFUL]) | sampled_from((*UNPRINTABLE, *LONG
 # Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
 TRAPS = listed("""
     ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  .  ..  ../../x  folder//x
-    file.json  folder.jsonl  noaccess/x  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
+    file.json  folder.jsonl  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
 """)
 ODD = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json", *UNPRINTABLE)
 paths = sampled_from(TRAPS) | sampled_from(TRAPS) | sampled_from(ODD)
@@ -76,7 +76,6 @@ def make_traps(directory: Path) -> None:
     """Make the files, folders and links that `TRAPS` names."""
     for name in ("folder", "folder.jsonl"):
         (directory / name).mkdir()
-    (directory / "noaccess").mkdir(mode=0o000)
     for name, content in (("file", "some text\n"), ("file.json", "[]"), ("empty.yaml", "")):
         (directory / name).write_text(content)
     (directory / "dangling").symlink_to("nowhere/at/all")

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 from harness import Record, records_of_steps
-from model_sizes import REWARD, Shape, model_directory, questions
-from step_bench.step_part import LR
+from model_sizes import LR, REWARD, Shape, model_directory, questions
 
 from qarl.training.metrics import peak_memory_gib
 
