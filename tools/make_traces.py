@@ -40,7 +40,6 @@ sys.path[:0] = SOURCES
 
 PATTERN = r"Answer: ([^\n]+)\s*\Z"
 NAMES = ("Ann", "Bob", "Dan", "Eve", "Fay", "Hal", "Ivy", "Jim", "Kim", "Lee", "Max", "Sam")
-SEED = 0
 TRIES = 2000  # drafts per task before a size counts as unable to give solutions of the wanted length
 Row = dict[str, Any]
 
@@ -234,7 +233,7 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
         count_tokens: Counts the tokens of a text.
     """
     turns = [(family, level) for level in FILES[name] for family in FAMILIES]
-    streams = {key: random.Random(f"{SEED} {name} {key}") for key in turns}
+    streams = {key: random.Random(f"{options.seed} {name} {key}") for key in turns}
     low, high = options.lengths
     for index in range(getattr(options, name)):
         family, level = turns[index % len(turns)]
@@ -281,6 +280,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--test", type=int, default=300, help="test prompts; default %(default)s")
     add("--ladder", type=int, default=600, help="prompts of all levels; default %(default)s")
     add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens of a solution")
+    add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
