@@ -9,7 +9,6 @@ from tiny_exports import TinyRun, save_run
 
 from qarl.config import ModelConfig
 from qarl.config.quant import scheme_of
-from qarl.errors import UserError
 from qarl.exporting.card import model_card
 from qarl.inference.target import Target, resolve_target
 
@@ -65,28 +64,6 @@ def test_evaluations_of_this_step_and_the_last_one_in_training_are_shown(run):
     assert "| during-3 | 3 | 30 | avg@4 0.300 (0.200 to 0.400) | pass@1 0.300 (0.200 to 0.400), pass@4" in text
     assert "| eval-same | 4 | 30 | avg@4 0.500" in text
     assert not any(name in text for name in ("during-1", "during-5", "eval-older", "eval-other"))
-
-
-def test_a_card_of_an_fp8_kv_cache_names_it_and_shows_evaluations_with_it(tiny_model, tmp_path):
-    run = save_run(tmp_path / "my_run", tiny_model(), scheme="bf16", kv_cache_dtype="fp8")
-    for name, more in (("with", {"kv_cache_dtype": "fp8"}), ("without", {"kv_cache_dtype": "auto"}), ("older", {})):
-        (run.path / "eval" / name).mkdir(parents=True)
-        results = {"step": 4, "scheme": "bf16", **more, "tasks": [task(f"eval-{name}", 0.5)]}
-        (run.path / "eval" / name / "results.json").write_text(json.dumps(results))
-    text = card(resolve_target(str(run.path)))
-    assert "vllm serve . --kv-cache-dtype fp8" in text and "trained with a KV cache of FP8" in text
-    assert "no weight is quantized (scheme bf16, FP8 KV cache, learner aligned)" in text
-    assert "eval-with |" in text and "eval-without" not in text and "eval-older" not in text
-    plain = card(resolve_target(str(run.path), quant={"kv_cache_dtype": "auto"}))
-    assert "eval-without |" in plain and "eval-older |" in plain and "eval-with |" not in plain
-
-
-@pytest.mark.parametrize("text", ["{", '{"step": 4, "scheme": "w4a16", "tasks": [{}]}'])
-def test_an_evaluation_that_cannot_be_read_is_named(run, text):
-    (run.path / "eval" / "broken").mkdir(parents=True)
-    (run.path / "eval" / "broken" / "results.json").write_text(text)
-    with pytest.raises(UserError, match=r"broken/results\.json: .*evaluate again"):
-        card(resolve_target(str(run.path)))
 
 
 def test_text_of_others_stays_in_its_cell(run):

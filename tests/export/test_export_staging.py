@@ -26,10 +26,9 @@ def test_too_little_space_is_refused_before_a_tensor_is_written(run, tmp_path, m
     assert entries(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("limit", [1000, 30_000], ids=["in the tokenizer", "in the tensors"])
-def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_path, limit):
+def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_path):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
     try:
         with pytest.raises(UserError, match="cannot be written: File too large") as caught:
             run.export(tmp_path / "new" / "out")
@@ -39,7 +38,7 @@ def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_pa
     assert entries(tmp_path) == ["run"]
 
 
-@pytest.mark.parametrize("files", [0, 3, 5, 8])
+@pytest.mark.parametrize("files", [0, 5])
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, monkeypatch, files):
     with monkeypatch.context() as patch:
         fill_disk(patch, files)
@@ -79,31 +78,10 @@ def test_two_at_once_into_one_place_are_refused(tmp_path):
     assert (tmp_path / "out" / "file").read_text() == "1" and entries(tmp_path) == ["out"]
 
 
-def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(UserError, match="exists and is not empty"), staged(tmp_path / "out") as hidden:
-        (hidden / "file").write_text("ours")
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "file").write_text("theirs")
-    assert (tmp_path / "out" / "file").read_text() == "theirs" and entries(tmp_path) == ["out"]
-
-
-def test_an_empty_directory_and_a_link_to_one_are_filled(tmp_path):
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to("real")
-    with staged(tmp_path / "link") as hidden:
-        (hidden / "file").write_text("1")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "real" / "file").exists()
-
-
-@pytest.mark.parametrize("kind, reason", [("file", "is a file"), ("full", "is not empty"), ("link", "link to nothing")])
-def test_an_output_in_use_is_refused(tmp_path, kind, reason):
-    out = tmp_path / kind
-    if kind == "full":
-        out.mkdir()
-        (out / "x").touch()
-    elif kind == "file":
-        out.touch()
-    else:
-        out.symlink_to(tmp_path / "gone")
-    with pytest.raises(UserError, match=reason):
-        require_vacant(out)
+def test_an_output_in_use_is_refused(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "x").touch()
+    (tmp_path / "file").touch()
+    for name, reason in (("file", "is a file"), ("full", "is not empty")):
+        with pytest.raises(UserError, match=reason):
+            require_vacant(tmp_path / name)

@@ -24,7 +24,7 @@ def exported(tiny_model, directory: Path, family: str, scheme: str) -> tuple[Pat
     return directory / "out", {reader["reader"]: reader for reader in record["readers"]}
 
 
-@pytest.mark.parametrize("family", EXPERT_NAMES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, family):
     out, found = exported(tiny_model, tmp_path, family, "w4a16-g32")
     assert {name: reader["status"] for name, reader in found.items()} == {
@@ -46,18 +46,11 @@ def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, fam
         assert (f"{layer}.mlp.shared_expert.{leaf}.weight_packed" in stored) == (family == "qwen2_moe")
 
 
-@pytest.mark.parametrize(
-    ("scheme", "reason"),
-    [
-        ("asymmetric", "experts in pack-quantized with zero points (strategy group)"),
-        ("nvfp4a16", "experts in nvfp4-pack-quantized (strategy tensor_group)"),
-    ],
-)
-def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path, scheme, reason):
-    _, found = exported(tiny_model, tmp_path, "mixtral", scheme)
+def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path):
+    _, found = exported(tiny_model, tmp_path, "mixtral", "nvfp4a16")
     assert (found["codes"]["status"], found["qarl"]["status"]) == ("agrees", "agrees")
     assert found["transformers"]["status"] == "skipped"
-    assert found["transformers"]["reason"].endswith(reason)
+    assert found["transformers"]["reason"].endswith("experts in nvfp4-pack-quantized (strategy tensor_group)")
 
 
 def test_transformers_has_the_dequantized_experts(tiny_model, tmp_path):

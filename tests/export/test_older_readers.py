@@ -8,68 +8,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from qarl_formats.registry import make_scheme
 from tiny_models import save_tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from qarl import api
-from qarl.storage.model_directory import config_document, name_older_class, save_tokenizer
+from qarl.storage.model_directory import name_older_class, save_tokenizer
 
 OLDER = Path(os.environ.get("QARL_TRANSFORMERS4") or Path(sys.prefix) / "transformers4")
-NEW_NAMES = ("rope_parameters", "dtype", "transformers_version")  # transformers 4 knows none of them
 TOKENS = [3 + (17 * i) % 256 for i in range(60)]
 TEXT = "hello <s> wörld</s>"
 
-positive = st.floats(1.0, 64.0)
-scalings = st.one_of(
-    st.just({"rope_type": "default"}),
-    st.builds(lambda f: {"rope_type": "linear", "factor": f}, positive),
-    st.builds(lambda f: {"rope_type": "dynamic", "factor": f}, positive),
-    st.builds(
-        lambda f, n: {"rope_type": "yarn", "factor": f, "original_max_position_embeddings": n}, positive, st.just(256)
-    ),
-    st.builds(
-        lambda f, low: {
-            "rope_type": "llama3",
-            "factor": f,
-            "low_freq_factor": low,
-            "high_freq_factor": low * 4,
-            "original_max_position_embeddings": 64,
-        },
-        positive,
-        positive,
-    ),
-)
 
-
-@settings(max_examples=30, deadline=None)
-@given(
-    family=st.sampled_from(["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "olmoe"]),
-    theta=st.sampled_from([10_000.0, 500_000.0, 1e6]),
-    scaling=scalings,
-    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
-    experts=st.integers(2, 9),
-)
-def test_the_older_fields_say_the_same_as_the_new_ones(family, theta, scaling, dtype, experts) -> None:
-    """A reader that knows the older names only builds the same configuration."""
-    counts = {"num_local_experts": experts} if family == "mixtral" else {"num_experts": experts}
-    moe = family in ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe")
-    rope = {"rope_theta": theta, **scaling}
-    config = AutoConfig.for_model(family, rope_parameters=rope, architectures=["X"], **(counts if moe else {}))
-    written = config_document(config, dtype, make_scheme("bf16"), ["lm_head"])
-    renamed = type(config).attribute_map
-    older = {key: value for key, value in written.items() if key not in (*NEW_NAMES, *renamed.values())}
-    again = type(config).from_dict(older)
-    assert again.rope_parameters == config.rope_parameters
-    assert again.dtype == dtype
-    assert {key: getattr(again, key) for key in counts if moe} == {key: getattr(config, key) for key in counts if moe}
-    whole = type(config).from_dict(json.loads(json.dumps(written)))
-    assert whole.rope_parameters == config.rope_parameters  # the two spellings do not contradict each other
-
-
-@pytest.mark.parametrize("base_class", [None, "TokenizersBackend", "Qwen2Tokenizer", "GPT2Tokenizer", "NoSuchClass"])
+@pytest.mark.parametrize("base_class", ["TokenizersBackend", "Qwen2Tokenizer", "NoSuchClass"])
 def test_the_tokenizer_has_a_class_that_transformers_4_knows(base_class, tiny_model, tmp_path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(tiny_model())
     tokenizer.add_special_tokens({"additional_special_tokens": ["<x>", "<y>"]})
@@ -94,9 +44,7 @@ LLAMA3 = {
 THETA = {"rope_type": "default", "rope_theta": 500_000.0}
 READ = {  # family, rope parameters, scheme
     "llama3": ("llama", LLAMA3, "w4a16"),
-    "bf16": ("llama", LLAMA3, "bf16"),
-    "w8a8": ("qwen2", THETA, "w8a8"),
-    "fp8": ("qwen3", THETA, "fp8"),
+    "fp8": ("qwen2", THETA, "fp8"),
     "experts": ("qwen3_moe", THETA, "w4a16"),
 }
 READER = """

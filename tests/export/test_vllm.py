@@ -24,7 +24,6 @@ from qarl.inference.target import resolve_target
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 SCHEMES = {
     "w4a16": {"scheme": "w4a16", "group_size": 32},
-    "w8a8": {"scheme": "w8a8"},
     "w4a8": {"scheme": "w4a8", "group_size": 32},
 }
 
@@ -72,15 +71,11 @@ def test_vllm_agrees_with_the_native_engine(name, tiny_model, tmp_path, monkeypa
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of vLLM's CPU build")
-@pytest.mark.parametrize(("scheme", "status"), [("bf16", "agrees"), ("w4a16", "skipped")])
-def test_experts_that_vllm_has_no_kernel_for_are_no_fault_of_the_export(
-    tiny_model, scheme, status, tmp_path, monkeypatch, forked
-):
+def test_experts_that_vllm_has_no_kernel_for_are_no_fault_of_the_export(tiny_model, tmp_path, monkeypatch, forked):
     monkeypatch.setattr(readers.subprocess, "run", forked)
-    quant = {"scheme": scheme, **({"group_size": 32} if scheme == "w4a16" else {})}
-    run = save_run(tmp_path / "run", tiny_model("qwen3_moe"), steps=(1,), noise=0.0, **quant)
+    run = save_run(tmp_path / "run", tiny_model("qwen3_moe"), steps=(1,), noise=0.0, **SCHEMES["w4a16"])
     run.export(tmp_path / "out")
     record = verify.verify_export(resolve_target(str(run.path)), tmp_path / "out", device="cpu", say=print)
     found = {agreement["reader"]: agreement for agreement in record["readers"]}["vllm"]
-    assert record["ok"] and found["status"] == status, found
-    assert status == "agrees" or found["reason"].endswith("has no kernel for quantized experts on a CPU")
+    assert record["ok"] and found["status"] == "skipped", found
+    assert found["reason"].endswith("has no kernel for quantized experts on a CPU")

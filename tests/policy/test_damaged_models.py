@@ -1,15 +1,13 @@
 """Damaged model directories: refused in one line, or a model that runs a forward; never a traceback or a hang."""
 
 import json
-import random
 import shutil
 from typing import Any
 
 import pytest
 import torch
 import yaml
-from damaged_models import Weights, gguf_of, quantized_copy
-from fuzzing.damage import damage_entry, damage_file, edit_record
+from damaged_models import Weights, quantized_copy
 from fuzzing.series import with_draws
 from fuzzing.values import chance, json_values, pick
 from hypothesis.strategies import DrawFn
@@ -79,9 +77,8 @@ def changed_config(draw: DrawFn, config: dict[str, Any]) -> str:
     return json.dumps(config).replace('"@0@"', value)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_path, family):
-    directory = shutil.copytree(tiny_model(family), tmp_path / "model")
+def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_path):
+    directory = shutil.copytree(tiny_model("qwen2"), tmp_path / "model")
     original, ran = json.loads((directory / "config.json").read_text()), []
 
     def check(draw: DrawFn) -> None:
@@ -90,37 +87,11 @@ def test_a_configuration_with_anything_in_it_is_refused_or_runs(tiny_model, tmp_
         ran.append(forward(ModelConfig(path=str(directory))))
 
     for number in range(50):
-        with_draws("config", f"{family}-{number}", check)
+        with_draws("config", str(number), check)
     assert 5 < sum(ran) < 45  # neither everything nor nothing is refused
 
 
-def test_a_directory_with_a_damaged_file_is_refused_or_runs(tiny_model, tmp_path):
-    tokens = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-
-    def check(draw: DrawFn) -> None:
-        shutil.rmtree(tmp_path / "model", ignore_errors=True)
-        directory = shutil.copytree(tiny_model(pick(draw, ["llama", "qwen2"])), tmp_path / "model")
-        (directory / "special_tokens_map.json").write_text(json.dumps(tokens))
-        file = pick(draw, sorted(directory.iterdir()))
-        what = (damage_entry if (entry := chance(draw, 30)) else damage_file)(draw, file)
-        ran = forward(ModelConfig(path=str(directory)))
-        assert not (ran and entry) or what.endswith(("removed", "empty")), f"{what}: it is no file"
-
-    for number in range(60):
-        with_draws("directory", str(number), check)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"[]",
-        b"\xff\xfe",
-        b"[" * 9999,
-        *(b'{"eos_token_id": %b}' % value for value in (b'"x"', b"259", b"[1, -1]", b"[[1]]", b"1.0", b"true")),
-        json.dumps({"eos_token_id": list(range(5000))}).encode(),
-    ],
-)
+@pytest.mark.parametrize("content", [b"[]", b"\xff\xfe", b'{"eos_token_id": [1, -1]}'])
 def test_a_damaged_generation_config_does_not_lose_the_stop_tokens(tiny_model, tmp_path, content):
     directory = shutil.copytree(tiny_model(), tmp_path / "model")
     (directory / "generation_config.json").write_bytes(content)
@@ -151,26 +122,13 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
         load_tokenizer(ModelConfig(path=str(smaller)))
 
 
-def test_a_token_of_any_length_is_shortened_in_the_error(tiny_model, tmp_path):
-    directory = shutil.copytree(tiny_model(), tmp_path / "model")
-    file = directory / "tokenizer_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"bos_token": "x" * 100_000}))
-    with pytest.raises(UserError, match=r"it gives 'x{60}' the id") as error:
-        load_tokenizer(ModelConfig(path=str(directory)))
-    assert len(one_line(error)) < 1000
-
-
 # --- code of the model's own --------------------------------------------------------------------------------------
 
 
 BEYOND = {"AutoConfig": "../evil.Config"}
-ODD_MAPS: list[Any] = [None, [], {"AutoConfig": 5}, {"AutoConfig": ["a"]}, BEYOND]
 
 
-@pytest.mark.parametrize(
-    ("family", "odd"),
-    [*(("llama", odd) for odd in ODD_MAPS), ("unknown-to-all", None), ("unknown-to-all", BEYOND)],
-)
+@pytest.mark.parametrize(("family", "odd"), [("llama", None), ("llama", BEYOND), ("unknown-to-all", None)])
 def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp_path, family, odd):
     directory, trace = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "ran"
     (directory / "evil.py").write_text(f"open({str(trace)!r}, 'w').close()\nclass Config: pass\nModel = Config\n")
@@ -191,9 +149,6 @@ def test_code_in_the_directory_does_not_run_unless_it_is_trusted(tiny_model, tmp
 
 PUBLISHED: dict[str, dict[str, Any]] = yaml.safe_load(
     """
-    llama-7b-old: {model_type: llama, hidden_size: 4096, intermediate_size: 11008, num_hidden_layers: 32,
-      num_attention_heads: 32, vocab_size: 32000, pad_token_id: -1, rms_norm_eps: 1.0e-6, max_sequence_length: 2048,
-      hidden_act: silu, initializer_range: 0.02}
     llama-3.1-8b: {model_type: llama, hidden_size: 4096, intermediate_size: 14336, num_hidden_layers: 32,
       num_attention_heads: 32, vocab_size: 128256, num_key_value_heads: 8, mlp_bias: false,
       max_position_embeddings: 131072, rope_theta: 500000.0, eos_token_id: [128001, 128009],
@@ -220,19 +175,7 @@ def test_published_configurations_are_accepted(tmp_path, name):
 # --- paths --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "~nosuchuser/model",
-        "/" + "x" * 300,
-        "/" + "x/" * 3000,
-        "a\0b",
-        "/dev/null",
-        "/proc/self/mem",
-        "\udcff/model",
-        "/nowhere/at/all",
-    ],
-)
+@pytest.mark.parametrize("path", ["/" + "x" * 300, "a\0b", "/nowhere/at/all"])
 def test_a_path_that_can_be_no_model_is_one_line(path):
     for opening in (
         load_model,
@@ -255,62 +198,13 @@ def test_home_is_expanded(tiny_model, monkeypatch):
 # --- exports ------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_with_a_changed_quantization_config_is_refused_or_runs(tiny_model, tmp_path):
-    out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
-    original, ran = (out / "config.json").read_text(), []
-
-    def check(draw: DrawFn) -> None:
-        changed = json.loads(original)
-        _, section = edit_record(draw, changed["quantization_config"], draw(json_values))
-        text = json.dumps(changed | {"quantization_config": "@0@"}).replace('"@0@"', section)
-        (out / "config.json").write_bytes(text.encode("utf-8", "surrogatepass"))
-        try:
-            target = resolve_target(str(out), verify_digests=False)
-            if chance(draw, 20):
-                open_policy(target, device="cpu").close()
-            ran.append(True)
-        except UserError as error:
-            one_line(error)
-
-    for number in range(75):
-        with_draws("export", str(number), check)
-    assert 5 < len(ran) < 70
-
-
-@pytest.mark.parametrize(
-    ("shape", "message"),
-    [
-        ([64, 64, 1], "weight_shape"),
-        ([2**40, 2**40], "weight"),
-        ([64, 32], "weight"),
-    ],
-)
-def test_an_export_whose_weight_shape_lies_is_refused(tiny_model, tmp_path, shape, message):
+def test_an_export_whose_weight_shape_lies_is_refused(tiny_model, tmp_path):
     out = quantized_copy(tiny_model(), tmp_path / "export", {"scheme": "w4a16", "group_size": 32})
     weights = Weights.of(out)
-    weights["model.layers.1.mlp.up_proj.weight_shape"] = torch.tensor(shape)
+    weights["model.layers.1.mlp.up_proj.weight_shape"] = torch.tensor([64, 32])
     changed = weights.save(tmp_path / "changed")
-    with pytest.raises(UserError, match=rf"model.layers.1.mlp.up_proj.{message}"):
+    with pytest.raises(UserError, match=r"model.layers.1.mlp.up_proj.weight"):
         open_policy(resolve_target(str(changed), verify_digests=False), device="cpu")
 
 
 # --- GGUF ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_gguf_file_that_is_damaged_anywhere_is_refused_or_loads(tiny_model, tmp_path):
-    pytest.importorskip("gguf")
-    path = gguf_of(Weights.of(tiny_model()), tmp_path / "model" / "m.gguf")
-    config, original, rng = ModelConfig(path=str(path.parent), gguf_file="m.gguf"), path.read_bytes(), random.Random(9)
-    header = original.index(b"output_norm.weight") + 100
-    for _ in range(15):
-        damaged = bytearray(original)
-        if rng.random() < 0.3:
-            damaged = damaged[: rng.randrange(len(damaged))]
-        else:
-            for _ in range(rng.choice([1, 2, 8])):
-                damaged[rng.randrange(header)] = rng.randrange(256)
-        path.write_bytes(damaged)
-        try:
-            load_model(config)
-        except UserError as error:
-            one_line(error)

@@ -1,7 +1,6 @@
 """The layers of Triton kernels against those in plain torch: on a GPU if there is one, else in Triton's interpreter."""
 
 import functools
-import re
 from collections.abc import Callable
 
 import numpy as np
@@ -42,7 +41,6 @@ GATE, UP = "model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj"
 W4A16, W8A8 = SCHEMES[1:3]
 DENSE = [
     *((*scheme, "qwen3", {"learner": "aligned"}) for scheme in SCHEMES),
-    (*W4A16, "qwen3", {"learner": "full_precision"}),
     (*W8A8, "qwen3", {"learner": "fake_quant"}),
     ("bf16", None, "qwen3", {"kv_cache_dtype": "fp8"}),
     ("bf16", None, "qwen2", {}),
@@ -50,8 +48,6 @@ DENSE = [
 MIXED = [
     (*W4A16, "mixtral", {}),
     (*W8A8, "qwen2_moe", {}),
-    (*W8A8, "olmoe", {}),
-    (*W8A8, "qwen3_moe", {"learner": "fake_quant", "ste_input": "dequantized"}),
 ]
 if ON_GPU:
     MIXED += [(*scheme, "mixtral", {}) for scheme in SCHEMES] + [("bf16", None, family, {}) for family in MOE[1:]]
@@ -59,7 +55,7 @@ MODES, TWO = ["mlp", "products", "layer"], ("qwen3", "qwen2_moe")
 FEW = SCHEMES if ON_GPU else [W8A8]
 # w8a8 quantizes anew what it computes again: of one norm for "mlp", of everything for "layer"
 RECOMPUTED = [("bf16", "qwen3", mode) for mode in (MODES if ON_GPU else ["products"])]
-RECOMPUTED += [("w8a8", family, mode) for family in TWO for mode in MODES][:: 1 if ON_GPU else 5]
+RECOMPUTED += [("w8a8", family, mode) for family in TWO for mode in MODES][0 if ON_GPU else 5 :]
 OWN = [
     *((*scheme, family, {}) for family in TWO[not ON_GPU :] for scheme in FEW),
     ("bf16", None, "qwen3", {"kv_cache_dtype": "fp8"}),
@@ -103,9 +99,8 @@ def test_log_probs_and_gradients_agree_with_plain_layers(make, kept_gradients, s
         assert (logp - unrounded).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("learner", ["aligned", "fake_quant"])
-def test_layers_of_one_product_may_differ_in_scheme(make, learner) -> None:
-    quant = {"learner": learner, "ste_input": "dequantized", "ignore": ["lm_head", GATE]}
+def test_layers_of_one_product_may_differ_in_scheme(make) -> None:
+    quant = {"learner": "aligned", "ste_input": "dequantized", "ignore": ["lm_head", GATE]}
     fused, plain = (make(fused, "w8a8", **quant) for fused in BOTH)
     gate, up = fused.weights.linears[fused.decoder.layers[0].gate_up]
     assert [part.weight.scheme for part in (gate, up)] == [
@@ -127,19 +122,6 @@ def test_an_fp8_backward_is_near_the_16_bit_one(make, scheme, ste_input) -> None
     same, expected = gradients(make(True, scheme, ste_input=ste_input))
     assert torch.equal(logp, same)
     assert_near(found, expected, 0.98)  # e4m3 errs by 2.6 % of each value
-
-
-def test_the_shared_expert_alone_has_an_fp8_backward(make, kept_gradients, monkeypatch) -> None:
-    policy = make(True, "w8a8", None, "qwen2_moe")
-    logp, exact = kept_gradients(policy)
-    monkeypatch.setattr(policy.decoder, "backward", "fp8")
-    same, found = gradients(policy)
-    assert torch.equal(same, logp)
-    assert_near(found, exact, 0.98)  # e4m3 errs by 2.6 % of each value
-    last = f"model.layers.{len(policy.decoder.layers) - 1}.mlp"
-    of_last = [name for name in exact if name.startswith(last)]
-    other = {name for name in of_last if not torch.equal(found[name], exact[name])}
-    assert other == {f"{last}.shared_expert.{leaf}_proj.weight" for leaf in ("gate", "up", "down")}
 
 
 @pytest.mark.parametrize(("scheme", "family", "recompute"), RECOMPUTED)
@@ -249,19 +231,6 @@ def test_a_code_that_the_product_reads_otherwise_is_found(make) -> None:
         tiled[0] ^= 1
 
 
-def test_a_byte_that_the_sampler_holds_otherwise_is_found(make) -> None:
-    policy = make(True, "w8a8", None, "qwen2_moe")
-    policy.sampler.install(policy.current)
-    verify_in_process(0, policy.current.tensors, policy.sampler.held())
-    (name,) = (name for name in policy.current.tensors if name.endswith("layers.0.mlp.experts.1.down_proj.weight"))
-    other = policy.current.tensors[name].clone()
-    other[-1, -1] ^= 1
-    with pytest.raises(PublishError, match=f"'{re.escape(name)}' differs in the sampler \\(bytes\\)"):
-        verify_in_process(0, policy.current.tensors | {name: other}, policy.sampler.held())
-    with pytest.raises(PublishError, match="partial: 1 of "):
-        verify_in_process(0, policy.current.tensors | {"more": other}, policy.sampler.held())
-
-
 def test_rows_that_fill_a_batch_up_change_nothing_and_stay_within_tables(make, kept_gradients, monkeypatch) -> None:
     policy = make(True, learner="aligned")
     logp, expected = kept_gradients(policy)
@@ -277,18 +246,17 @@ def test_rows_that_fill_a_batch_up_change_nothing_and_stay_within_tables(make, k
     assert_gradients_close(found, expected, 1e-6)  # float32 sums over more rows, of zeros, in another order
 
 
-@pytest.mark.parametrize(("scheme", "group", "method"), [("w4a16", 32, "awq"), ("w8a8", None, "gptq")])
-def test_calibration_sees_the_inputs_of_the_layers_in_plain_torch(make, scheme, group, method, monkeypatch):
-    """Values of w4a16, and codes and scales of w8a8. Roundings choose a few other codes, which later layers see."""
+def test_calibration_sees_the_inputs_of_the_layers_in_plain_torch(make, monkeypatch):
+    """Codes and scales of w8a8. Roundings choose a few other codes, which later layers see."""
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(
         "qarl.policy.starting_codes.hessian_of", lambda x: seen.append(x.float().clone()) or hessian_of(x)
     )
     for fused in BOTH:
-        policy = make(fused, scheme, group)
+        policy = make(fused, "w8a8")
         own = dict(policy.named_parameters())
         text = [tokens(7, 1), tokens(5, 2)]  # few rows: the interpreter lacks operations of the product of many
-        found = starting_masters(policy, method, text, lambda name, own=own: own[name].detach())
+        found = starting_masters(policy, "gptq", text, lambda name, own=own: own[name].detach())
         assert all(master.isfinite().all() for master in found.values())
     ours, plain = seen[: len(seen) // 2], seen[len(seen) // 2 :]
     assert len(ours) == len(plain) >= 3
@@ -310,21 +278,6 @@ def test_one_expert_may_have_every_token_and_routers_have_losses_of_their_own(ma
     _, without = gradients(plain, routes=Routes(replay=replay))
     gate = f"{name}.gate.weight"
     assert (without[gate] - expected[gate]).norm() > 0.3 * expected[gate].norm(), "the losses are a large part of it"
-
-
-def test_replay_of_the_own_choice_changes_no_bit_and_of_another_does(make, monkeypatch) -> None:
-    policy = make(True, family="mixtral")
-    plain, own = forward(policy)
-    assert own.shape == (ROWS, len(policy.decoder.layers), 2)
-    assert torch.equal(forward(policy, own.flip(-1))[0], plain)
-    logp, again = forward(policy, (own + 1) % 4)
-    assert not torch.equal(logp, plain)
-    assert torch.equal(again[:, 0], own[:, 0])  # what it would have chosen itself: before it nothing is other
-    skipped = ((own + 1) % 4).index_fill(2, torch.tensor([0], device=DEVICE), -1)
-    monkeypatch.setattr("qarl.policy.policy.FEW_ROWS", 0)
-    monkeypatch.setattr("qarl.policy.policy.ROWS", 20)
-    logp, again = forward(policy, skipped)  # and rows that fill a batch up are no one's
-    assert torch.equal(logp, plain) and torch.equal(again, own)
 
 
 def test_experts_that_are_no_one_weight_are_refused(make) -> None:

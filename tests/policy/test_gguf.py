@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from damaged_models import Weights, gguf_of
-from gguf_once import parsed_once
-from policy_models import hf_logprobs, logprobs, make_policy
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from qarl.config import ModelConfig
 from qarl.exporting.job import export_target
@@ -137,43 +135,3 @@ def test_a_conversion_that_cannot_be_kept_gives_the_same_model(tiny, empty, anot
     monkeypatch.setenv("QARL_CACHE", str(Path(tiny.path) / "m.gguf"))  # a file
     same_models(load_model(tiny), expected)
     assert len(caplog.records) == 1 and "cannot be kept" in caplog.text
-
-
-def same_tokenizers(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, folder: Path) -> None:
-    assert type(one) is type(other) and one.name_or_path == other.name_or_path
-    assert one.backend_tokenizer.to_str() == other.backend_tokenizer.to_str()
-    assert (one.chat_template, one.special_tokens_map) == (other.chat_template, other.special_tokens_map)
-    assert one.get_vocab() == other.get_vocab() and one.get_added_vocab() == other.get_added_vocab()
-    assert (one.model_max_length, one.padding_side) == (other.model_max_length, other.padding_side)
-    for name, tokenizer in (("one", one), ("other", other)):
-        tokenizer.save_pretrained(folder / name)  # as an export does
-    files = sorted(path.name for path in (folder / "one").iterdir())
-    assert files == sorted(path.name for path in (folder / "other").iterdir())
-    for file in files:
-        assert (folder / "one" / file).read_bytes() == (folder / "other" / file).read_bytes(), file
-
-
-@pytest.mark.slow
-@parsed_once()
-def test_smollm2s_tokenizer_is_the_same_from_its_conversion_and_its_policy_is_the_model(
-    smollm2, another_process, monkeypatch, tmp_path
-):
-    config = ModelConfig(path=smollm2)
-    load_model(config), load_tokenizer(config), load_model_config(config)  # converted now, unless the suite has
-    another_process()
-    with monkeypatch.context() as patch:
-        parse_forbidden(patch)
-        model, tokenizer, own = load_model(config), load_tokenizer(config), load_model_config(config)
-    without_keeping(monkeypatch)
-    same_tokenizers(tokenizer, plain := load_tokenizer(config), tmp_path)
-    assert own.to_dict() == load_model_config(config).to_dict()
-    text = "<|im_start|>user\nWhat is 2 + 3?\n\n  a_b  \u00e9\u4e2d\U0001f600<|im_end|>"
-    assert tokenizer(text)["input_ids"] == plain(text)["input_ids"]
-    assert getattr(model.config, "quantization_config", None) is None
-    texts = "The capital of France is", " Paris, and the capital of Italy is Rome."
-    prompt, response = ([tokenizer(part)["input_ids"]] for part in texts)
-    with torch.no_grad():
-        expected = hf_logprobs(model, prompt, response)
-        assert expected.mean() > -2.0  # a language model that loaded right finds this likely
-        found = logprobs(make_policy(model), prompt, response)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)  # 30 layers of float32 rounding

@@ -1,14 +1,11 @@
 """Gradients of micro-batches: sums that an accumulator holds, and that leave the masters' own `.grad` alone."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from policy_models import OneLinear
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from qarl.policy.gradients import GradientAccumulator
 
@@ -84,34 +81,3 @@ def test_a_backward_that_breaks_off_puts_everything_back(linear, sums) -> None:
     with pytest.raises(RuntimeError, match="odd"):
         sums.backward(out.float().sum())
     assert linear.weight.grad is theirs and linear.bias.grad is None
-
-
-def test_autograd_grad_leaves_the_masters_and_the_sums_alone(linear, sums) -> None:
-    sums.backward(_loss(linear, 1))
-    expected = sums.peek()[0].clone()
-    linear.weight.grad = theirs = torch.ones(N, K)
-    (found,) = torch.autograd.grad(_loss(linear, 1), [linear.weight])
-    assert torch.equal(found, expected) and torch.equal(sums.peek()[0], expected)
-    assert linear.weight.grad is theirs and bool((theirs == 1).all())
-
-
-def test_a_weight_that_is_computed_passes_its_gradient_on(linear) -> None:
-    """A master behind another operation gets its gradient through the graph."""
-    base = nn.Parameter(linear.weight.detach().clone())
-    computed, part = base * 2, linear.weights.linears[linear.linear][0]
-    linear.linear = replace(linear.linear, masters=(computed,))
-    linear.weights = linear.with_weight(part.weight, part.bias)
-    sums = GradientAccumulator([base, linear.bias])
-    sums.backward(_loss(linear, 1))
-    (expected,) = torch.autograd.grad(_loss(linear, 1), [computed])
-    sums.deliver()
-    assert torch.equal(base.grad, expected * 2)
-
-
-def test_checkpointed_layers_add_once(linear, sums) -> None:
-    x = torch.randn(9, K, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
-    for _ in range(2):
-        sums.backward(checkpoint(linear, x, use_reentrant=False).float().square().sum())
-    twice = sums.take()[0]
-    linear(x).float().square().sum().backward()
-    assert torch.equal(twice, linear.weight.grad * 2)

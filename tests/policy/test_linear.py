@@ -107,18 +107,6 @@ def test_a_linear_reads_the_weight_and_bias_that_it_is_given() -> None:
     assert torch.equal(found, weight.matmul(x, bias)) and not torch.equal(found, own)
 
 
-@pytest.mark.parametrize("wanted", ["x", "weight", "bias"])
-def test_one_gradient_alone_can_be_had(wanted: str) -> None:
-    linear, _ = _linear("w4a16", torch.bfloat16)
-    tensors = {"x": _x(torch.bfloat16), "weight": linear.weight, "bias": linear.bias}
-    for name, tensor in tensors.items():
-        tensor.requires_grad_(name == wanted)
-    linear(tensors["x"]).sum().backward()
-    grad = tensors[wanted].grad
-    assert grad.dtype == tensors[wanted].dtype and grad.abs().sum() > 0
-    assert all(tensor.grad is None for name, tensor in tensors.items() if name != wanted)
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_packed_linear_has_the_bits_of_its_layers(scheme: str) -> None:
     alone = [_linear(scheme, torch.bfloat16)[0] for _ in "qkv"]

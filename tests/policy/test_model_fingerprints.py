@@ -14,7 +14,6 @@ from tiny_models import byte_tokenizer, save_tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 from qarl.config import ModelConfig
-from qarl.config.model_schema import FAMILIES
 from qarl.errors import UserError
 from qarl.policy.load_config import load_model_config
 from qarl.policy.model_identity import config_values, generation_values, model_digests, value_differences
@@ -92,7 +91,7 @@ class Model:
         return changed.eval()(TOKENS).logits
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3_moe"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("fingerprints") / request.param, request.param)
 
@@ -152,26 +151,12 @@ def added(token: str, special: bool) -> Callable[[dict[str, Any]], None]:
 
 
 BYTES = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
-TEMPLATE = [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
 # Edits of tokenizer.json, and the part that an error names.
 TOKENIZER: dict[str, tuple[Callable[[dict[str, Any]], None], str]] = {
     "merges": (parts_edit("model", "merges", value=[["a", "b"]]), "tokenizer"),
     "vocabulary": (lambda p: p["model"]["vocab"].update({"a": p["model"]["vocab"]["b"], "b": 900}), "vocabulary"),
-    "unknown token": (parts_edit("model", "unk_token", value="a"), "tokenizer"),
     "normalizer": (parts_edit("normalizer", value={"type": "Lowercase"}), "tokenizer"),
     "pre-tokenizer": (parts_edit("pre_tokenizer", value=BYTES), "tokenizer"),
-    "post-processor": (
-        parts_edit(
-            "post_processor",
-            value={
-                "type": "TemplateProcessing",
-                "single": TEMPLATE,
-                "pair": [*TEMPLATE, {"Sequence": {"id": "B", "type_id": 1}}],
-                "special_tokens": {"<s>": {"id": "<s>", "ids": [0], "tokens": ["<s>"]}},
-            },
-        ),
-        "tokenizer",
-    ),
     "decoder": (parts_edit("decoder", value={"type": "Fuse"}), "tokenizer"),
     "added token": (added("th", special=False), "tokenizer"),
 }
@@ -232,25 +217,6 @@ def test_a_tokenizer_is_the_same_in_another_layout_at_another_place_and_after_us
     assert digests(other) == before
 
 
-def test_a_models_own_code_and_the_files_of_a_tokenizer_without_a_backend_count(saved: Path) -> None:
-    config, tokenizer = ModelConfig(path="model", trust_remote_code=True), AutoTokenizer.from_pretrained(saved)
-    (saved / "tokenization_own.py").write_text("SHIFT = 1\n")
-    (saved / "tokenizer.model").write_bytes(b"pieces")
-
-    class Plain:
-        """What qarl asks of a tokenizer, and no backend."""
-
-        name_or_path, chat_template, eos_token_id = str(saved), tokenizer.chat_template, tokenizer.eos_token_id
-        special_tokens_map, get_vocab = tokenizer.special_tokens_map, tokenizer.get_vocab
-
-    before = model_digests(config, None, Plain())
-    (saved / "tokenization_own.py").write_text("SHIFT = 2\n")
-    after = model_digests(config, None, Plain())
-    assert {part for part in before if before[part] != after[part]} == {"code"}
-    (saved / "tokenizer.model").write_bytes(b"pieceS")
-    assert {part for part in after if after[part] != model_digests(config, None, Plain())[part]} == {"tokenizer"}
-
-
 # --- generation config
 
 
@@ -260,8 +226,6 @@ def test_a_models_own_code_and_the_files_of_a_tokenizer_without_a_backend_count(
         ({"eos_token_id": [1, 70]}, "eos_token_id"),
         ({"temperature": 0.6, "do_sample": True}, "temperature"),
         ({"use_cache": False, "transformers_version": "4.40.0", "output_scores": True}, None),
-        ({"eos_token_id": [1]}, None),
-        ({"temperature": None, "bad_words_ids": []}, None),
     ],
 )
 def test_a_generation_config_is_known_by_the_values_that_are_set(edit: dict[str, Any], key: str | None) -> None:

@@ -6,16 +6,14 @@ import shutil
 
 import pytest
 import torch
-from damaged_models import FAMILIES, Weights, gguf_of, openings, refusals
+from damaged_models import FAMILIES, Weights, openings, refusals
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
-from qarl.checks.check import check_model
 from qarl.config import ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
 from qarl.config.model_fields import refused
 from qarl.config.quant import scheme_of
-from qarl.config.weight_files import check_weights, gguf_name
+from qarl.config.weight_files import gguf_name
 from qarl.errors import UserError
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
@@ -52,25 +50,16 @@ def damaged(weights: Weights, fault: str, name: str) -> str:
     return more
 
 
-@pytest.mark.parametrize("kind", ["single", "shards", "qwen3", "export"])
+@pytest.mark.parametrize("kind", ["single", "export"])
 def test_every_tensor_that_is_not_as_it_should_be_is_named(bases, tmp_path, kind):
     base = Weights.of(bases[kind])
     rng = random.Random(f"weights {kind}")
-    chosen = {name: rng.sample(sorted(base), 2) for name in FAULTS} | {"removed": sorted(base)}
-    for make, names in chosen.items():
-        for name in names:
-            weights = Weights.of(bases[kind])
-            said = damaged(weights, make, name)
-            directory = weights.save(tmp_path / "changed")
-            for command, message in refusals(kind, directory):
-                assert said in message, (make, name, command, message)
-            shutil.rmtree(directory)
-
-
-@pytest.mark.parametrize("kind", ["single", "shards", "qwen3", "export"])
-def test_what_is_as_it_should_be_is_accepted(bases, kind):
-    for _, opening in openings(kind, bases[kind]):
-        opening()
+    for make in FAULTS:
+        name, weights = rng.choice(sorted(base)), Weights.of(bases[kind])
+        said = damaged(weights, make, name)
+        directory = weights.save(tmp_path / make)
+        for command, message in refusals(kind, directory):
+            assert said in message, (make, name, command, message)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +68,7 @@ def test_what_is_as_it_should_be_is_accepted(bases, kind):
         lambda weights: [weights.pop(name) for name in sorted(weights) if ".layers.1." in name],
         lambda weights: weights.rename(lambda name: f"transformer.{name}"),
         lambda weights: weights.rename(lambda name: name.removeprefix("model.")),  # a base model without its head
-        lambda weights: weights.configure(num_hidden_layers=4),
         lambda weights: weights.configure(tie_word_embeddings=False),
-        lambda weights: weights.configure(vocab_size=300),
-        lambda weights: weights.configure(head_dim=32),
-        lambda weights: weights.configure(attention_bias=True),
-        lambda weights: weights.configure(model_type="qwen2", architectures=["Qwen2ForCausalLM"]),
         lambda weights: weights.configure(model_type="qwen3", head_dim=16, architectures=["Qwen3ForCausalLM"]),
         lambda weights: weights.clear(),
     ],
@@ -118,7 +102,7 @@ def test_old_buffers_and_a_tied_head_that_is_the_embedding_may_be_stored(bases, 
 def test_values_that_are_no_numbers_are_refused_by_name(bases, tmp_path, kind, value):
     base = Weights.of(bases[kind])
     names = [name for name in base if name.endswith(("norm.weight", "0.mlp.up_proj.weight", "up_proj.weight_scale"))]
-    for name in sorted(names)[:3]:
+    for name in sorted(names)[:2]:
         weights = Weights.of(bases[kind])
         weights[name].view(-1)[3] = value
         directory = weights.save(tmp_path / name)
@@ -132,14 +116,7 @@ def test_values_that_are_no_numbers_are_refused_by_name(bases, tmp_path, kind, v
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True, "mlp_bias": True},
-        {"head_dim": 32},
-        {"num_key_value_heads": 4},
-    ],
+    "changes", [{"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}]
 )
 def test_the_list_of_tensors_is_that_of_the_model(tmp_path, family, changes):
     changes = {key: value for key, value in changes.items() if key not in refused(family)}
@@ -171,7 +148,7 @@ def test_names_of_gguf_are_those_of_its_package(tmp_path, family):
 
 
 def test_a_pickle_is_refused_with_the_command_that_converts_it(bases, tmp_path):
-    for name in ("consolidated.00.pth", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin"):
+    for name in ("consolidated.00.pth", "pytorch_model.bin"):
         directory = shutil.copytree(bases["single"], tmp_path / name)
         torch.save(load_file(directory / "model.safetensors"), directory / name)
         (directory / "model.safetensors").unlink()
@@ -190,48 +167,19 @@ def test_an_adapter_is_no_model(bases, tmp_path):
         assert "holds an adapter" in message
 
 
-def test_gguf_tensors_that_are_not_the_models_are_named(bases, tmp_path):
-    pytest.importorskip("gguf")
-    weights = Weights.of(bases["single"])
-    intact = gguf_of(weights, tmp_path / "intact" / "m.gguf")
-    loaded = dict(load_model(ModelConfig(path=str(intact.parent), gguf_file="m.gguf")).named_parameters())
-    assert torch.equal(loaded["model.norm.weight"].cpu(), weights["model.norm.weight"])
-    rng = random.Random(3)
-    for make in ("removed", "added", "cut", "of a layer more"):
-        name = rng.choice(sorted(name for name in weights if "layers" in name))
-        changed = Weights.of(bases["single"])
-        said = damaged(changed, make, name)
-        path = gguf_of(changed, tmp_path / make / "m.gguf")
-        config = ModelConfig(path=str(path.parent), gguf_file="m.gguf")
-        for opening in (
-            lambda config=config: check_weights(config, check_model(config).architecture),
-            lambda config=config: load_model(config),
-        ):
-            with pytest.raises(UserError) as caught:
-                opening()
-            expected = said if said.startswith("extra") else gguf_name(said)
-            assert expected in str(caught.value) and "\n" not in str(caught.value)
-
-
 def test_a_model_in_the_hubs_cache_is_held_to_the_same(bases, tmp_path, monkeypatch):
-    for kind in ("single", "shards"):
-        repo = tmp_path / kind / "models--some-org--some-model"
-        (repo / "refs").mkdir(parents=True)
-        commit = "a" * 40
-        (repo / "refs" / "main").write_text(commit)
-        snapshot = shutil.copytree(bases[kind], repo / "snapshots" / commit)
-        for module in ("constants", "file_download.constants"):
-            monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(tmp_path / kind))
-            monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_OFFLINE", True)
-        config = ModelConfig(path="some-org/some-model")
-        load_model(config)
-        name = "model.layers.1.mlp.up_proj.weight"
-        weights = Weights.of(snapshot)
-        shutil.rmtree(snapshot)
-        del weights[name]
-        weights.save(snapshot)
-        with pytest.raises(UserError, match=name.replace(".", r"\.")):
-            load_model(config)
+    repo, commit = tmp_path / "models--some-org--some-model", "a" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    weights = Weights.of(bases["shards"])
+    name = "model.layers.1.mlp.up_proj.weight"
+    del weights[name]
+    weights.save(repo / "snapshots" / commit)
+    for module in ("constants", "file_download.constants"):
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setattr(f"huggingface_hub.{module}.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=name.replace(".", r"\.")):
+        load_model(ModelConfig(path="some-org/some-model"))
 
 
 def test_two_openings_of_a_model_give_one_digest(bases):
@@ -240,16 +188,3 @@ def test_two_openings_of_a_model_give_one_digest(bases):
         target = resolve_target(str(bases[kind]), quant={"scheme": "w8a8"})
         digests.add(open_policy(target, device="cpu").policy.current.manifest().digest())
     assert len(digests) == 1
-
-
-def test_transformers_is_asked_what_it_missed(bases, monkeypatch):
-    """The second wall: were the first to fall, what `from_pretrained` says of the names would be read."""
-
-    def misses(*args, **kwargs):
-        model, info = original(*args, **kwargs)
-        return model, info | {"missing_keys": {"model.norm.weight"}}
-
-    original = AutoModelForCausalLM.from_pretrained
-    monkeypatch.setattr("qarl.policy.load.AutoModelForCausalLM.from_pretrained", misses)
-    with pytest.raises(UserError, match=r"1 weights are missing \(model.norm.weight\)"):
-        load_model(ModelConfig(path=str(bases["single"])))

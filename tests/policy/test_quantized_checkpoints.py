@@ -10,7 +10,7 @@ from plain_settings import plain_config
 from qarl_formats.checkpoints import CompressedTensors, checkpoint_format
 from qarl_formats.checkpoints.mxfp4 import dequantize_mxfp4
 from qarl_formats.weight import LowBitWeight, groups_changed
-from quantized_models import FORMATS, SAME, awq, compressed, gptq, save_format, save_quantized
+from quantized_models import FORMATS, SAME, awq, compressed, save_format, save_quantized
 from safetensors.torch import load_file, save_file
 
 from qarl import quantize
@@ -93,9 +93,7 @@ def test_version_0_has_the_codes_and_scales_of_the_file(saved, name):
         assert changed == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["compressed-tensors w4a16", "compressed-tensors nvfp4a16", "gptq", "awq", "fine-grained fp8"]
-)
+@pytest.mark.parametrize("name", ["compressed-tensors nvfp4a16", "gptq", "fine-grained fp8"])
 def test_rows_are_those_of_the_whole_weight(saved, name):
     directory, _ = saved(name)
     for quant in (QuantConfig(**SAME[name]), QuantConfig(scheme="w8a8")):
@@ -118,7 +116,7 @@ def test_another_scheme_starts_from_the_dequantized_values(saved):
     assert not torch.equal(moved["model.layers.0.mlp.up_proj.weight"], plain["model.layers.0.mlp.up_proj.weight"])
 
 
-@pytest.mark.parametrize("name", ["compressed-tensors w4a8", "gptq", "awq", "fine-grained fp8"])
+@pytest.mark.parametrize("name", ["compressed-tensors w4a8", "awq", "fine-grained fp8"])
 def test_a_checkpoint_opens_in_its_own_scheme_with_its_own_tensors(saved, name):
     directory, _ = saved(name)
     target = resolve_target(str(directory))
@@ -142,7 +140,7 @@ def test_quantize_converts_a_checkpoint_without_changing_its_codes(saved, tmp_pa
         assert groups_changed(theirs.stored(f"{module}.weight"), ours.stored(f"{module}.weight"))[0] == 0
 
 
-@pytest.mark.parametrize("name", ["gptq activation order", "mxfp4", "awq of 16"])
+@pytest.mark.parametrize("name", ["gptq activation order", "mxfp4"])
 def test_a_checkpoint_without_a_scheme_opens_as_values(saved, name):
     directory, values = saved(name)
     target = resolve_target(str(directory))
@@ -182,23 +180,6 @@ def test_the_start_says_how_version_0_compares(saved, tiny_model):
     assert _line(saved("mxfp4")[0], scheme="w8a8").endswith("; master weights are its dequantized values")
     assert "symmetric: false, scale_dtype: float16}" in _line(saved("awq")[0], scheme="w4a16", group_size=32)
     assert _line(tiny_model("llama"), scheme="w8a8") is None
-    some = _line(directory, **SAME["gptq"], ignore=["lm_head", "model.layers.1.mlp.up_proj"])
-    assert some.endswith("(gptq, 13 layers); 1 other layers start from dequantized values")
-
-
-def test_the_start_counts_groups_without_a_preimage(tiny_model, tmp_path):
-    writer, config = gptq()
-
-    def without_ends(module, weight, partners):
-        stored, values = writer(module, weight, partners)
-        if module == "model.layers.0.self_attn.q_proj":  # no code of the first group is at an end
-            stored["qweight"] = stored["qweight"].clone()
-            stored["qweight"][:4, 5] = 0x33333333
-        return stored, values
-
-    save_quantized(tiny_model("llama"), tmp_path / "model", without_ends, config)
-    line = _line(tmp_path / "model", **SAME["gptq"])
-    assert ", except for 1 of 2,304 groups (0.043 %) without a preimage" in line
 
 
 # --- refusals ---
@@ -208,18 +189,11 @@ REFUSED = {
         {"quant_method": "hqq"},
         "quant_method 'hqq' cannot be read; only compressed-tensors, fp8, awq, gptq, mxfp4",
     ),
-    "blocks": (
-        {"quant_method": "fp8", "weight_block_size": [64, 64]},
-        "weight_block_size .64, 64. cannot be read; only",
-    ),
     "static": (
         {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
         "activation_scheme 'static' cannot be read; only 'dynamic' can",
     ),
-    "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "version 'gemv' cannot be read"),
     "bits": ({"quant_method": "gptq", "bits": 3, "group_size": 32}, "bits 3 cannot be read; only 2 or 4 or 8 can"),
-    "a flag": ({"quant_method": "gptq", "bits": True, "group_size": 32}, "bits True cannot be read"),
-    "size": ({"quant_method": "gptq", "bits": 4, "group_size": "32"}, "group_size '32' cannot be read"),
 }
 
 
@@ -240,13 +214,6 @@ def _changed(saved_model: Path, tmp_path: Path, change) -> ModelConfig:
 UP = "model.layers.0.mlp.up_proj"
 DAMAGED = {
     "missing scales": ("gptq", lambda t: t.pop(f"{UP}.scales"), rf"1 missing \({UP}.scales\)"),
-    "missing codes": ("awq", lambda t: t.pop(f"{UP}.qweight"), rf"1 missing \({UP}.weight\).*{UP}.qzeros"),
-    "extra": ("awq", lambda t: t.update({f"{UP}.g_idx": torch.zeros(64)}), rf"1 that it does not have \({UP}.g_idx\)"),
-    "another size": (
-        "mxfp4",
-        lambda t: t.update({f"{UP}.weight_scales": torch.zeros(4, 2, dtype=torch.uint8)}),
-        "shape",
-    ),
     "another type": ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"].float()}), "F32, must be I32"),
 }
 
@@ -263,27 +230,11 @@ def test_wrong_tensors_are_refused_before_anything_is_read(saved, tmp_path, name
         assert model.path in str(error.value) and "\n" not in str(error.value)
 
 
-LIES = {
-    "a group that does not exist": ("gptq", f"{UP}.g_idx", 99),
-    "a bias that is not zero": ("gptq with biases of zeros", f"{UP}.bias", 1),
-    "an order that there is not": ("compressed-tensors activation order", f"{UP}.weight_g_idx", 7),
-}
-
-
-@pytest.mark.parametrize(("name", "tensor", "value"), LIES.values(), ids=LIES.keys())
-def test_tensors_that_contradict_the_layer_are_refused(saved, tmp_path, name, tensor, value):
-    model = _changed(saved(name)[0], tmp_path, lambda tensors: tensors[tensor].fill_(value))
+def test_a_group_that_does_not_exist_is_refused(saved, tmp_path):
+    tensor = f"{UP}.g_idx"
+    model = _changed(saved("gptq")[0], tmp_path, lambda tensors: tensors[tensor].fill_(99))
     with pytest.raises(UserError, match=f"model.safetensors: {tensor} .*; restore it"):
         load_model(model)
-
-
-def test_a_group_size_that_does_not_divide_is_refused(tiny_model, tmp_path):
-    writer, config = awq(32)
-    save_quantized(tiny_model("llama"), tmp_path / "model", writer, config | {"group_size": 48})
-    with pytest.raises(
-        UserError, match=r"config.json: quantization_config: .*q_proj: its 64 input features are no multiple"
-    ):
-        load_model(ModelConfig(path=str(tmp_path / "model")))
 
 
 def test_a_plain_model_that_says_it_is_quantized_is_refused(tiny_model, tmp_path):
@@ -327,12 +278,3 @@ def test_a_model_with_experts_reads_each_of_them(tiny_model, tmp_path):
     experts = [name for name in loaded if ".experts." in name]
     assert experts
     assert all(torch.equal(loaded[name], values[name]) for name in loaded)
-
-
-def test_own_code_and_codes_are_refused(saved, tmp_path):
-    directory = shutil.copytree(saved("gptq")[0], tmp_path / "own")
-    description = json.loads((directory / "config.json").read_text())
-    description["auto_map"] = {"AutoModelForCausalLM": "modeling.Model"}
-    (directory / "config.json").write_text(json.dumps(description))
-    with pytest.raises(UserError, match="is quantized and has its own code"):
-        load_model(ModelConfig(path=str(directory), trust_remote_code=True))

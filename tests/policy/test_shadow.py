@@ -113,26 +113,18 @@ def test_a_shadows_gradient_goes_straight_through_to_the_masters(tiny_model) -> 
     policy = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP, learner="full_precision")
     aligned = make_policy(tiny_model("qwen2"), "w4a16", group_size=GROUP)
     found = []
-    for made, recompute in ((aligned, "elementwise"), (policy, "layer"), (policy, "elementwise")):
+    for made in (aligned, policy):
         made.model.zero_grad()
-        made.set_recompute(recompute)
         logp = logprobs(made, weights=made.shadow)
         (logp * torch.linspace(-1, 1, len(logp))).sum().backward()
         found.append({name: p.grad.clone() for name, p in made.named_parameters()})
     for name, gradient in found[0].items():
-        assert torch.equal(found[1][name], gradient) and torch.equal(found[2][name], gradient), name
+        assert torch.equal(found[1][name], gradient), name
     own = logprobs(policy)
     (own * torch.linspace(-1, 1, len(own))).sum().backward()
     assert not torch.equal(
         policy.linears["model.layers.0.mlp.up_proj"].weight.grad, found[0]["model.layers.0.mlp.up_proj.weight"]
     )
-
-
-def test_a_shadow_under_truncation_reports_what_it_cuts_as_minus_infinity(tiny_model) -> None:
-    policy = make_policy(tiny_model("llama"), "w8a8", learner="full_precision")
-    whole, cut = _shadow(policy), _shadow(policy, Truncation(top_k=130))
-    kept = torch.isfinite(cut)
-    assert 0 < kept.sum() < len(cut) and (cut[kept] > whole[kept]).all() and torch.isneginf(cut[~kept]).all()
 
 
 # --- reference
@@ -155,10 +147,9 @@ def test_the_reference_stays_what_the_learner_was(tiny_model, learner: str) -> N
 # --- a learner in its own dtype
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_float32_learner_beside_a_bf16_sampler_is_the_hugging_face_model(tiny_model, family: str) -> None:
-    policy = _own(tiny_model(family), "full_precision", torch.bfloat16, torch.float32)
-    model = load(tiny_model(family))
+def test_a_float32_learner_beside_a_bf16_sampler_is_the_hugging_face_model(tiny_model) -> None:
+    policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, torch.float32)
+    model = load(tiny_model("qwen2"))
     torch.testing.assert_close(logprobs(policy), hf_logprobs(model, **TEXTS), rtol=0, atol=1e-4)
     logp = logprobs(policy)
     (logp * weights_of_loss(len(logp))).sum().backward()
@@ -198,22 +189,6 @@ def test_every_tensor_of_the_learner_is_the_master_in_its_dtype(tiny_model, lear
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in masters.values())
 
 
-def test_the_same_dtype_shares_every_tensor(tiny_model) -> None:
-    policy = _own(tiny_model("qwen2"), "full_precision", torch.bfloat16, torch.bfloat16)
-    own, sampler = policy.weights, policy.sampler.weights
-    assert own.values is sampler.values and own.head is sampler.head
-    assert all(own.values[name] is policy.current.tensors[name] for name in own.values)
-    assert len(policy.decoder.rotary) == 1
-
-
 def test_an_aligned_learner_of_another_dtype_is_refused(tiny_model) -> None:
     with pytest.raises(UserError, match=r"model.learner_dtype: an aligned learner computes in the sampler's"):
         _own(tiny_model("llama"), "aligned", torch.bfloat16, torch.float32)
-
-
-def test_a_master_too_large_for_the_learners_dtype_is_named(tiny_model) -> None:
-    policy = _own(tiny_model("llama"), "full_precision", torch.bfloat16, torch.float16)
-    with torch.no_grad():
-        policy.linears["model.layers.0.mlp.up_proj"].weight[0, 0] = 1e5
-    with pytest.raises(UserError, match=r"layers.0.mlp.up_proj.weight: 1 of 8192 values are .* in torch.float16"):
-        policy.refresh(1)

@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from policy_models import make_policy
 from qarl_formats.nvfp4 import absmax_of, global_scale_of
-from qarl_formats.registry import make_scheme
 
-from qarl.config import QuantConfig
-from qarl.config.quant import scheme_of
 from qarl.inference.masters import open_masters
 from qarl.inference.target import resolve_target
-from qarl.utils.packed_linears import GATE_UP, QKV, fused_groups, fusion_fault, shared_scales
+from qarl.utils.packed_linears import fused_groups
 from qarl.weight_sync.snapshot import build_snapshot
 
 FUSED = (("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), ("mlp.gate_proj", "mlp.up_proj"))
@@ -23,14 +18,6 @@ def test_modules_of_one_block_are_fused_and_others_stand_alone() -> None:
     names = [f"model.layers.{i}.{part}" for i in (0, 1) for group in (*FUSED, ALONE) for part in group]
     assert fused_groups(names) == [[f"model.layers.{i}.{part}" for part in group] for i in (0, 1) for group in FUSED]
     assert fused_groups(["lm_head", "model.layers.0.mlp.up_proj"]) == [["model.layers.0.mlp.up_proj"]]
-
-
-def test_schemes_that_share_nothing_read_no_master() -> None:
-    def master(name: str) -> torch.Tensor:
-        raise AssertionError(name)
-
-    names = ["a.q_proj", "a.k_proj"]
-    assert shared_scales(names, scheme_of(QuantConfig(scheme="w4a16")), master) == {}
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -51,20 +38,3 @@ def test_an_export_has_the_codes_of_the_policy(tiny_model) -> None:
     policy = make_policy(tiny_model(), "nvfp4a16", torch.bfloat16)
     exported = build_snapshot(0, open_masters(target).forms(target.quant, torch.bfloat16))
     assert exported.manifest() == policy.current.manifest()
-
-
-@settings(max_examples=100, deadline=None)
-@given(
-    scheme=st.sampled_from(["w4a16", "w8a8", "fp8"]),
-    ignored=st.sets(st.sampled_from(["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])),
-    by_pattern=st.booleans(),
-)
-def test_vllm_fuses_layers_that_are_ignored_together_or_not_at_all(scheme, ignored, by_pattern) -> None:
-    names = [f"model.layers.{i}.{part}" for i in (0, 1) for group in (*FUSED, ALONE) for part in group]
-    entries = ["lm_head"] + [f"re:.*{projection}" for projection in sorted(ignored) if by_pattern]
-    entries += [name for name in names if name.rpartition(".")[2] in ignored and not by_pattern]
-    fault = fusion_fault(make_scheme(scheme), entries, dict.fromkeys(names, 128))
-    partial = any(0 < len(ignored & group) < len(group) for group in ({*QKV}, {*GATE_UP}))
-    assert (fault is not None) == partial
-    if fault is not None:
-        assert fault[0] == "ignore" and fault[1].split()[2].rstrip(",").rpartition(".")[2] in ignored

@@ -41,13 +41,6 @@ def test_snapshot_has_the_names_dtypes_and_shapes_of_compressed_tensors(tiny_mod
     assert found == expected and policy.tied == ("lm_head.weight" not in found)
 
 
-def test_unquantized_snapshot_has_the_parameters_of_the_model_in_layer_order(tiny_model) -> None:
-    policy = make_policy(tiny_model("llama"), dtype=torch.bfloat16)
-    model = load(tiny_model("llama"))
-    assert list(policy.current.tensors) == [name for name, _ in model.named_parameters()]
-    assert all(torch.equal(policy.current.tensors[n], p.bfloat16()) for n, p in model.named_parameters())
-
-
 @pytest.mark.parametrize(
     ("scheme", "dtype"), [*zip(["bf16", *QUANTIZED], [torch.float32, torch.bfloat16] * 4, strict=False)]
 )
@@ -102,19 +95,12 @@ def test_ignored_layers_run_and_learn_unquantized(tiny_model) -> None:
     torch.testing.assert_close(logprobs(policy), hf_logprobs(model), rtol=0, atol=1e-4)
 
 
-def test_ignore_list_without_lm_head_is_refused(tiny_model) -> None:
-    quant = QuantConfig.model_construct(**(QuantConfig().model_dump() | {"ignore": ["model.norm"]}))
-    with pytest.raises(UserError, match=r"quant.ignore: .*must keep 'lm_head'"):
-        Policy(load(tiny_model("llama")), make_scheme("w8a8"), quant, torch.float32, CPU)
-
-
 # --- the three learners
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
-def test_full_precision_learner_is_the_unquantized_model_beside_a_quantized_sampler(tiny_model, scheme: str) -> None:
-    policy = make_policy(tiny_model("qwen2"), scheme, group_size=_group(scheme), learner="full_precision")
-    aligned = make_policy(tiny_model("qwen2"), scheme, group_size=_group(scheme))
+def test_full_precision_learner_is_the_unquantized_model_beside_a_quantized_sampler(tiny_model) -> None:
+    policy = make_policy(tiny_model("qwen2"), "w8a8", learner="full_precision")
+    aligned = make_policy(tiny_model("qwen2"), "w8a8")
     assert aligned.aligned and aligned.weights is aligned.sampler.weights and not policy.aligned
     with torch.no_grad():
         learner = logprobs(policy)
@@ -123,7 +109,7 @@ def test_full_precision_learner_is_the_unquantized_model_beside_a_quantized_samp
         assert not torch.allclose(sampled(policy), learner, atol=1e-3)
 
 
-@pytest.mark.parametrize("scheme", ["w4a16", "w8a8", "fp8_block"])
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a8"])
 def test_fake_quant_learner_is_near_the_sampler_but_not_on_its_arithmetic(tiny_model, scheme: str) -> None:
     policy = make_policy(tiny_model("llama"), scheme, group_size=_group(scheme), learner="fake_quant")
     assert all(

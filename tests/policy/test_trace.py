@@ -77,9 +77,7 @@ def traced(policy, run, contexts, tokens) -> Tracer:
 @pytest.mark.parametrize(
     ("family", "fused", "cache"),
     [
-        ("llama", False, "auto"),
         ("qwen2_moe", False, "fp8"),
-        ("llama", True, "auto"),
         ("qwen2_moe", True, "auto"),
         ("llama", True, "fp8"),
     ],

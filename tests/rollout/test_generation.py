@@ -1,7 +1,5 @@
 """A native generation that takes responses and new weights while it runs."""
 
-import json
-from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +15,6 @@ from qarl.rollout.asynchronous.groups import (
     OrderLog,
     PendingGroup,
     Published,
-    Wave,
     load_groups,
     prompt_digest,
     save_groups,
@@ -97,12 +94,6 @@ def test_recomputed_keys_and_values_make_every_token_exact_at_its_version(tiny_m
         assert [version for version, _ in groupby(response.versions)] == sorted(set(response.versions))
 
 
-def test_kept_keys_and_values_do_not_stay_exact(tiny_model):
-    flight = Flight(tiny_model("llama"))
-    flight.run(recompute=False)
-    assert flight.differing() > 0
-
-
 def test_a_response_resumes_from_its_tokens(tiny_model):
     """As after a restart from a checkpoint: with the same weights it ends as if nothing had happened."""
     whole, half, rest = (Flight(tiny_model("llama")) for _ in range(3))
@@ -172,15 +163,6 @@ def test_saved_groups_are_read_back():
     assert found[0].versions == {0, 1}
 
 
-def test_saved_groups_of_a_wave_share_it_again():
-    wave = Wave(4, 2)
-    groups = [replace(group(number, finished=0), wave=wave if number < 6 else None) for number in (4, 5, 6)]
-    tensors, rows = save_groups(groups)
-    found = load_groups(tensors, json.loads(json.dumps(rows)), prompt_of, n=2)
-    assert found[0].wave is found[1].wave and (found[0].wave.number, found[0].wave.needed) == (4, 2)
-    assert found[2].wave is None
-
-
 def test_a_log_keeps_what_missing_responses_need_and_no_more():
     log, late = OrderLog(), group(4, 1)
     publishes = [Published(version, []) for version in range(3)]
@@ -195,12 +177,3 @@ def test_a_log_keeps_what_missing_responses_need_and_no_more():
     late.finish(3, [1], [0.0], "stop", "", [1], None)
     log.prune()
     assert log.versions == {2} and len(log.entries) == 2
-
-
-def test_a_log_forgets_cancelled_groups():
-    log, one = OrderLog(), group(4, 1)
-    for entry in (Published(0, []), Added([one]), Published(1, [])):
-        log.append(entry)
-    one.cancelled = True
-    log.prune()
-    assert log.versions == {1} and len(log.entries) == 1

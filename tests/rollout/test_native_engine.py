@@ -88,21 +88,6 @@ def test_a_stop_string_ends_the_response_and_is_cut_from_its_text(script, sample
     assert len(rollout.token_ids) == len(rollout.logprobs) == len(upto.encode())
 
 
-def test_a_stop_string_after_cut_characters_is_found(script, tokenizer):
-    tokens = tokenizer.encode("€€€END", add_special_tokens=False)[1:]  # begins within a character
-    assert script(tokens, stop=("END",)).finish_reason == "stop"
-
-
-def test_special_tokens_within_a_stop_string_do_not_hide_it(script, tokenizer):
-    a, b = (tokenizer.encode(letter, add_special_tokens=False)[0] for letter in "ab")
-    rollout = script([50, a, *[2] * 20, b, 51], stop=("ab",))
-    assert rollout.finish_reason == "stop" and len(rollout.token_ids) == 23
-
-
-def test_a_prompt_does_not_take_part_in_a_stop_string(script, tokenizer):
-    assert PROMPT.token_ids and script("b rest", stop=(tokenizer.decode([30]) + "b",)).finish_reason == "length"
-
-
 def test_a_response_at_the_length_limit_keeps_its_whole_text(script, tokenizer):
     rollout = script("cut off he", max_response_length=10)
     assert (rollout.text, rollout.finish_reason, len(rollout.token_ids)) == ("cut off he", "length", 10)
@@ -141,21 +126,6 @@ def test_nothing_is_generated_before_a_publish(make_engine):
     engine.close()
     with pytest.raises(PublishError, match="nothing was published"):
         engine.generate([PROMPT], SamplingParams(1, 0, 5), 0)
-
-
-def test_an_interrupt_from_progress_leaves_the_engine_usable(make_engine, prompts):
-    engine = make_engine(kv_cache_tokens=256)
-    prompts, sampling = prompts[:3], SamplingParams(2, 0, 6)
-    expected = engine.generate(prompts, sampling, 0)
-
-    def interrupt(finished: int, tokens: int) -> None:
-        if tokens > 6:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate(prompts, sampling, 0, interrupt)
-    assert torch.is_grad_enabled()  # what runs next is no sampler
-    assert engine.generate(prompts, sampling, 0) == expected
 
 
 def test_sleep_gives_the_kv_cache_back_and_changes_no_response(make_engine, prompts):

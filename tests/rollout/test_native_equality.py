@@ -21,18 +21,13 @@ SCHEMES = {
     "nvfp4a16": {"scheme": "nvfp4a16"},
     "fp8 KV cache": {"scheme": "w4a16", "kv_cache_dtype": "fp8"},
 }
-LAYOUTS = {
-    "one token a step": {"max_batched_tokens": 1},
-    "seven tokens a step": {"max_batched_tokens": 7, "max_num_seqs": 3},
-    "64 tokens a step": {"max_batched_tokens": 64},
-    "one sequence at a time": {"max_num_seqs": 1},
-    "few pages": {"kv_cache_tokens": 256, "max_batched_tokens": 64},
-}
+LAYOUTS = [
+    {"max_batched_tokens": 7, "max_num_seqs": 3},
+    {"max_num_seqs": 1},
+    {"kv_cache_tokens": 256, "max_batched_tokens": 64},
+]
 TRUNCATIONS = [
     Truncation(temperature=0.7),
-    Truncation(temperature=1.5, top_p=0.8),
-    Truncation(top_k=5),
-    Truncation(min_p=0.1),
     Truncation(0.9, 40, 0.9, 0.02),
 ]
 SAMPLING = SamplingParams(n=2, seed=3, max_response_length=8, stop_token_ids=frozenset({1}))
@@ -99,7 +94,7 @@ def test_logprobs_are_equal_under_truncation(make_policy, make_engine, prompts, 
     assert all(equal(policy, prompts, rollouts, truncation, chunk) for chunk in (3, 128))
 
 
-@pytest.mark.parametrize(("length", "n"), [(1, 5), (40, 1), (64, 5), (70, 5), (128, 1), (128, 5)])
+@pytest.mark.parametrize(("length", "n"), [(1, 5), (64, 5), (70, 5)])
 def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, length: int, n: int):
     prompt = [Prompt(0, [3 + i * 7 % 256 for i in range(length)], "", {})]
     rollouts = make_engine().generate(prompt, SamplingParams(n=n, seed=1, max_response_length=30), 0)
@@ -107,19 +102,11 @@ def test_forks_draw_from_the_learners_distribution(make_policy, make_engine, len
     assert equal(make_policy(), prompt, rollouts)
 
 
-CUT = {
-    ("llama", "w4a16"): [*LAYOUTS],
-    ("qwen3", "w8a8"): ["one sequence at a time"],
-    ("qwen2", "fp8_block"): ["few pages"],
-}
-
-
-@pytest.mark.parametrize(("family", "scheme"), CUT)
-def test_responses_do_not_depend_on_how_steps_are_cut(make_policy, make_engine, prompts, family: str, scheme: str):
-    policy = make_policy(family, **SCHEMES[scheme])
+def test_responses_do_not_depend_on_how_steps_are_cut(make_policy, make_engine, prompts):
+    policy = make_policy("qwen2", "w8a8")
     expected = make_engine(policy).generate(prompts, SAMPLING, 0)
-    for layout in CUT[family, scheme]:
-        assert make_engine(policy, **LAYOUTS[layout]).generate(prompts, SAMPLING, 0) == expected, layout
+    for layout in LAYOUTS:
+        assert make_engine(policy, **layout).generate(prompts, SAMPLING, 0) == expected, layout
 
 
 def test_responses_do_not_depend_on_preemption_and_logprobs_stay_equal(make_policy, make_engine):
@@ -152,16 +139,7 @@ def test_what_a_page_held_before_does_not_matter(make_engine, prompts):
     assert engine.generate(prompts, SAMPLING, 0) == expected
 
 
-@pytest.mark.parametrize(("scheme", "learner"), [("w8a8", "fake_quant"), ("w4a16", "full_precision")])
-def test_a_learner_of_other_arithmetic_shows_its_mismatch(make_policy, make_engine, prompts, scheme: str, learner: str):
-    policy = make_policy("llama", scheme, learner=learner)
+def test_a_learner_of_other_arithmetic_shows_its_mismatch(make_policy, make_engine, prompts):
+    policy = make_policy("llama", "w4a16", learner="full_precision")
     rollouts = make_engine(policy).generate(prompts, SAMPLING, 0)
     assert not equal(policy, prompts, rollouts)
-
-
-def test_a_full_precision_learners_sampler_is_the_aligned_one(make_policy, make_engine, prompts):
-    sampled = [
-        make_engine(make_policy("llama", "w4a16", learner=learner)).generate(prompts, SAMPLING, 0)
-        for learner in ("full_precision", "fake_quant", "aligned")
-    ]
-    assert sampled[0] == sampled[1] == sampled[2]

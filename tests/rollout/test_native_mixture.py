@@ -43,9 +43,7 @@ def check(policy: Policy, engine: NativeEngine, prompts: list[Prompt], sampling:
     assert torch.equal(torch.cat(found).int(), experts)
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"), [("mixtral", "w8a8"), ("qwen2_moe", "w8a8"), ("qwen3_moe", "w4a16"), ("olmoe", "bf16")]
-)
+@pytest.mark.parametrize(("family", "scheme"), [("mixtral", "w8a8"), ("qwen2_moe", "w4a16")])
 def test_plain_layers(make_policy, make_engine, family, scheme) -> None:
     policy = make_policy(family, scheme)
     check(policy, make_engine(policy, max_batched_tokens=7, max_num_seqs=3), PROMPTS, SAMPLING)
@@ -72,17 +70,3 @@ def test_routing_is_recorded_only_if_requested_and_changes_no_response(make_poli
     again = engine.generate(PROMPTS, replace(SAMPLING, record_routing=False), 0)
     assert again == recorded and all(r.routing is None for r in again)
     assert all(r.routing is None for r in make_engine(make_policy()).generate(PROMPTS, SAMPLING, 0))  # a dense model
-
-
-def test_new_weights_free_the_recorded_experts(make_policy, make_engine) -> None:
-    engine = make_engine(make_policy("qwen3_moe"))
-    expected = engine.generate(PROMPTS, SAMPLING, 0)
-    generation = engine.begin(SAMPLING, 0, 72, 6)
-    for version in range(3):
-        generation.use_version(version)
-        assert not generation._record._prompts and not generation._record._responses
-        responses = [r for prompt in PROMPTS for r in generation.add(prompt, range(3), 3)]
-        while generation.busy:
-            generation.step()
-        found = [generation.rollout(response, 3) for response in responses]
-        assert all(torch.equal(a.routing, b.routing) for a, b in zip(found, expected, strict=True))

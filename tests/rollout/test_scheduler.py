@@ -89,7 +89,7 @@ def identity(sequence: Sequence, position: int) -> tuple[object, int]:
     return (prompt.id, position) if position < len(prompt.token_ids) else (sequence, position)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_arrivals_all_finish_on_their_own_keys_and_leak_no_page(seed: int):
     rng = random.Random(seed)
     limit = rng.choice([1, 5, 70, 130])
@@ -113,7 +113,7 @@ def test_random_arrivals_all_finish_on_their_own_keys_and_leak_no_page(seed: int
     assert all(s.pages == [] for s in simulation.targets)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_cancelled_prompts_leave_no_page_and_the_others_finish(seed: int):
     """Whether their samples run, are prefilled, wait, or have lost their pages."""
     rng = random.Random(seed)
@@ -159,23 +159,6 @@ def test_the_oldest_sequence_is_never_preempted():
     assert simulation.scheduler.preemptions > 0
 
 
-def test_a_sequence_that_preempts_itself_does_not_run():
-    simulation = Simulation(pages=4, max_response_length=140)
-    simulation.add(60, [140])
-    youngest = simulation.add(60, [140])[0]
-    while simulation.scheduler.preemptions == 0:
-        chunks = simulation.step()
-    assert youngest not in [c.sequence for c in chunks] and youngest.pages == []
-
-
-def test_a_prefill_does_not_start_before_all_its_pages_are_free():
-    simulation = Simulation(pages=3, max_response_length=1)
-    simulation.add(100, [1])
-    simulation.add(100, [1])
-    chunks = simulation.step()
-    assert [c.sequence.prompt.id for c in chunks] == [0]
-
-
 def test_a_newcomer_leaves_a_page_to_each_sequence_that_may_need_one():
     simulation = Simulation(pages=4, max_response_length=100)
     for _ in range(4):
@@ -190,23 +173,6 @@ def test_forks_share_full_pages_and_own_the_partial_one():
     simulation.step()
     assert len({tuple(s.pages[:2]) for s in samples}) == 1
     assert len({s.pages[2] for s in samples}) == 3
-
-
-def test_forks_of_a_prompt_that_fills_its_pages_take_none():
-    simulation = Simulation(pages=20)
-    samples = simulation.add(2 * PAGE, [3, 3, 3])
-    simulation.step()
-    assert len({tuple(s.pages) for s in samples}) == 1 and simulation.pool.free == 18
-
-
-def test_forks_leave_a_slot_to_prefills_under_way():
-    simulation = Simulation(pages=40, max_num_seqs=4, max_batched_tokens=20)
-    simulation.add(10, [50])
-    simulation.add(10, [50, 50])
-    simulation.add(10, [50] * 5)
-    for _ in range(3):
-        simulation.step()
-    assert len(simulation.scheduler.running) == 4
 
 
 def test_a_sample_that_starts_late_computes_only_the_last_prompt_token():
@@ -225,10 +191,3 @@ def test_decodes_come_before_prefills_in_the_token_budget():
     simulation.add(100, [1])
     chunks = simulation.step()
     assert [c.sequence for c in chunks[:3]] == old and [c.stop - c.start for c in chunks] == [1, 1, 1, 2]
-
-
-def test_a_pool_too_small_for_the_first_sequence_is_an_internal_error():
-    simulation = Simulation(pages=1)
-    simulation.add(100, [1])
-    with pytest.raises(AssertionError, match="cannot hold one sequence"):
-        simulation.scheduler.plan()
