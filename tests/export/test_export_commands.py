@@ -74,13 +74,6 @@ def test_export_of_a_step_in_shards_or_of_its_directory_writes_that_checkpoint(r
     assert "is exported already" in refusal("export", run.path / "export", tmp_path / "again")
 
 
-def test_export_dtype_bf16_writes_no_quantization(run, qarl, tmp_path):
-    out = qarl("export", run.path, tmp_path / "out", "--dtype", "bf16")
-    assert "1.000 of the" in out and "read back from the files" in out
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert {tensor.dtype for tensor in stored_tensors(tmp_path / "out").values()} == {torch.bfloat16}
-
-
 def test_export_finds_a_base_model_that_moved_with_the_option(tiny_model, tmp_path, qarl, refusal):
     base = shutil.copytree(tiny_model(), tmp_path / "base")
     run = save_run(tmp_path / "run", base)

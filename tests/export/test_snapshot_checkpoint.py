@@ -51,24 +51,6 @@ def test_the_documents_are_those_of_an_export(name, tiny_model, tmp_path):
     assert ours.chat_template == theirs.chat_template and ours("12 + 3").input_ids == theirs("12 + 3").input_ids
 
 
-def test_shards_are_bounded_and_keep_a_weight_together(tiny_model, tmp_path, monkeypatch):
-    model = tiny_model("qwen3")
-    policy = make_policy(model, dtype=torch.bfloat16, **SCHEMES["w4a16-g32"])
-    monkeypatch.setattr(snapshot_checkpoint, "MAX_SHARD_BYTES", 40_000)
-    write(policy, model, tmp_path / "out")
-    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in policy.current.tensors.values())
-    files: dict[str, list[str]] = {}
-    for name, file in index["weight_map"].items():
-        files.setdefault(file, []).append(name)
-    assert len(files) > 3
-    assert max(sum(policy.current.tensors[n].nbytes for n in names) for names in files.values()) <= 40_000
-    for module, weight in policy.current.weights.items():
-        assert len({index["weight_map"][f"{module}.{suffix}"] for suffix in weight.tensors}) == 1, module
-    stored = stored_tensors(tmp_path / "out")
-    assert stored.keys() == policy.current.tensors.keys()
-
-
 def test_a_directory_that_exists_and_a_disk_that_is_full_are_refused_and_nothing_is_left(
     tiny_model, tmp_path, monkeypatch
 ):

@@ -8,12 +8,10 @@ from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import Scheme
 from qarl_formats.schemes.bf16 import OrdinaryProduct
 from qarl_formats.weight import LowBitWeight, quantize_weight
-from qarl_kernels.flash.forward import check
 from qarl_kernels.launch import INTERPRETED
 from torch import nn
 
 from qarl.config import QuantConfig
-from qarl.config.architecture import unserved_heads
 from qarl.errors import UserError
 from qarl.policy.device import use_kernels
 from qarl.weight_sync.quantize import quantize_parameter
@@ -198,14 +196,3 @@ def test_heads_that_attention_has_no_kernel_for_are_refused(tiny_model, monkeypa
         UserError, match=r"^model\.path: the model has heads of 20 features, but the GPU attention kernels"
     ):
         make_policy(tiny_model("qwen3", head_dim=20), "bf16")
-
-
-@interpreted
-def test_attention_takes_the_heads_that_are_not_refused() -> None:
-    for size in range(1, 300):
-        try:
-            check(*[torch.zeros(1, 1, size, dtype=torch.bfloat16)] * 3, 1.0, None)
-            taken = True
-        except ValueError:
-            taken = False
-        assert taken == (unserved_heads(size) is None), size

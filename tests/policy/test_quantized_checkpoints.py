@@ -1,6 +1,5 @@
 """Quantized checkpoints as the start of a policy: their values, their codes in version 0, and what is refused."""
 
-import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +9,7 @@ from plain_settings import plain_config
 from qarl_formats.checkpoints import CompressedTensors, checkpoint_format
 from qarl_formats.checkpoints.mxfp4 import dequantize_mxfp4
 from qarl_formats.weight import LowBitWeight, groups_changed
-from quantized_models import FORMATS, SAME, awq, compressed, save_format, save_quantized
+from quantized_models import FORMATS, SAME, compressed, save_format, save_quantized
 from safetensors.torch import load_file, save_file
 
 from qarl import quantize
@@ -235,14 +234,6 @@ def test_a_group_that_does_not_exist_is_refused(saved, tmp_path):
     model = _changed(saved("gptq")[0], tmp_path, lambda tensors: tensors[tensor].fill_(99))
     with pytest.raises(UserError, match=f"model.safetensors: {tensor} .*; restore it"):
         load_model(model)
-
-
-def test_a_plain_model_that_says_it_is_quantized_is_refused(tiny_model, tmp_path):
-    directory = shutil.copytree(tiny_model("llama"), tmp_path / "plain")
-    description = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(description | {"quantization_config": awq()[1]}))
-    with pytest.raises(UserError, match=r"config.json: quantization_config: awq, but no Linear layer .* a qweight"):
-        load_model(ModelConfig(path=str(directory)))
 
 
 def test_static_activation_order_is_column_order(tiny_model, tmp_path):

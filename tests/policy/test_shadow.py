@@ -9,7 +9,6 @@ from policy_models import (
     hf_logprobs,
     load,
     make_policy,
-    operand_of,
     tokens,
     weights_of_loss,
 )
@@ -165,28 +164,6 @@ def test_the_sampler_keeps_its_bits_beside_a_learner_of_another_dtype(tiny_model
     assert torch.equal(sampled(policy), sampled(plain))
     assert torch.equal(_shadow(policy), _shadow(plain))
     verify(0, policy.current.fingerprints, fingerprints(policy.sampler.held()))
-
-
-@pytest.mark.parametrize("learner", UNALIGNED)
-@pytest.mark.parametrize("learner_dtype", [torch.float32, torch.bfloat16])
-def test_every_tensor_of_the_learner_is_the_master_in_its_dtype(tiny_model, learner, learner_dtype) -> None:
-    dtype = torch.float16 if learner_dtype == torch.bfloat16 else torch.bfloat16
-    policy = _own(tiny_model("qwen2"), learner, dtype, learner_dtype, "w8a8")
-    masters = dict(policy.named_parameters())
-    for name, value in policy.weights.values.items():
-        assert value.dtype == learner_dtype and torch.equal(value, masters[name].to(learner_dtype)), name
-    for name in policy.linears:
-        values = operand_of(policy.weights, name).values(learner_dtype)
-        if learner == "full_precision":
-            assert torch.equal(values, masters[f"{name}.weight"].to(learner_dtype).float())
-        assert torch.equal(values, values.to(learner_dtype).float())
-    hidden = []
-    with policy.decoder.noting(lambda layer, operation, *out, rows=None: hidden.append((operation, out[0].dtype))):
-        logp = logprobs(policy)
-        _shadow(policy)
-    assert [of for operation, of in hidden if operation == "final_norm"] == [learner_dtype, dtype]
-    logp.sum().backward()
-    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in masters.values())
 
 
 def test_an_aligned_learner_of_another_dtype_is_refused(tiny_model) -> None:

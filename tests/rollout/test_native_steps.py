@@ -3,7 +3,6 @@
 Without a GPU a graph repeats the work of the first step of its size. It misses what it does not read from the buffers.
 """
 
-import itertools
 import random
 from collections.abc import Callable
 
@@ -17,7 +16,7 @@ from qarl.config import RolloutConfig
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.native.graphs import graph_pages, graph_rows
+from qarl.rollout.native.graphs import graph_pages
 from qarl.types import Prompt
 from qarl.utils.expert_names import EXPERT_NAMES
 
@@ -128,15 +127,6 @@ def test_graphs_are_dropped_by_a_publish_sleep_and_another_truncation(make) -> N
     engine.sleep()
     assert engine._runner is None and engine._cache is None
     check(engine, prompts, SamplingParams(2, 0, 6))
-
-
-def test_the_ladder_climbs_by_a_quarter_at_most_and_holds_what_it_is_asked_for() -> None:
-    rungs = [graph_rows(count) for count in range(1, 3000)]
-    assert all(count <= rung for count, rung in enumerate(rungs, 1)) and rungs == sorted(rungs)
-    distinct = sorted(set(rungs))
-    assert distinct[:9] == [1, 2, 4, 8, 16, 24, 32, 40, 48] and 256 in distinct and len(distinct) < 45
-    assert all(graph_rows(rung) == rung for rung in distinct)
-    assert all(b - a <= max(8, a // 4) for a, b in itertools.pairwise(distinct))
 
 
 @pytest.mark.parametrize(("longest", "pages"), [(1, 16), (1024, 16), (1025, 32), (3000, 64), (8192, 128)])

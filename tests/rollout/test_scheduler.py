@@ -138,17 +138,6 @@ def test_cancelled_prompts_leave_no_page_and_the_others_finish(seed: int):
     assert simulation.pool.free == simulation.pool.count
 
 
-def test_a_preempted_sequence_keeps_its_response_and_comes_back():
-    simulation = Simulation(pages=3)
-    first, second = simulation.add(60, [30]), simulation.add(60, [30])
-    while simulation.scheduler.preemptions == 0:
-        simulation.step()
-    assert second[0].pages == [] and len(second[0].response) > 0 and first[0].pages
-    before = list(second[0].response)
-    simulation.run()
-    assert len(before) < len(second[0].response) == 30
-
-
 def test_the_oldest_sequence_is_never_preempted():
     simulation = Simulation(pages=3)
     oldest = simulation.add(60, [100])[0]
