@@ -1,6 +1,7 @@
-"""Damaged model directories: refused in one line, or a model that runs a forward; never a traceback or a hang."""
+"""Damaged model directories: refused in one line, or a model that loads; never a traceback or a hang."""
 
 import json
+import random
 import shutil
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import torch
 import yaml
 from damaged_models import Weights, quantized_copy
+from fuzzing.values import listed
 
+from qarl.checks.check import check_model
 from qarl.config import ModelConfig
 from qarl.config.architecture import read_config_json
 from qarl.errors import UserError
@@ -22,6 +25,29 @@ def one_line(error: pytest.ExceptionInfo[UserError] | UserError) -> str:
     message = str(error.value if isinstance(error, pytest.ExceptionInfo) else error)
     assert "\n" not in message and len(message) < 1200, message
     return message
+
+
+KEYS = listed("""
+    rope_scaling  rope_parameters  sliding_window  layer_types  head_dim  auto_map  quantization_config  dtype  to_dict
+    _attn_implementation  num_labels  id2label  output_attentions  return_dict  pruned_heads  problem_type  text_config
+    tokenizer_class  chunk_size_feed_forward  use_return_dict  experts_implementation  fusion_config  attribute_map
+""")
+VALUES = [None, True, -1, 0, 3, 0.5, 1e300, "x", [], [1], {}, {"a": 1}]
+
+
+def test_a_key_that_a_library_acts_on_is_refused_or_loads(tiny_model, tmp_path):
+    directory, rng, loaded = shutil.copytree(tiny_model("qwen2"), tmp_path / "model"), random.Random(1), 0
+    original = json.loads((directory / "config.json").read_text())
+    for key in KEYS * 2:
+        (directory / "config.json").write_text(json.dumps(original | {key: rng.choice(VALUES)}))
+        config = ModelConfig(path=str(directory))
+        try:
+            check_model(config)
+            load_tokenizer(config), load_model(config)
+            loaded += 1
+        except UserError as error:
+            one_line(error)
+    assert 5 < loaded < 2 * len(KEYS) - 5  # neither everything nor nothing is refused
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\xff\xfe", b'{"eos_token_id": [1, -1]}'])
