@@ -104,6 +104,16 @@ def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
         assert probe.metrics["deployed/delta_abs_mean"] == pytest.approx(float(moved.abs().mean()), rel=1e-9)
 
 
+def test_ends_of_responses_are_counted(llama):
+    run = parts(llama, **QUANTIZED_ROLLOUT)
+    batch, probe = mostly_live(run), run.probe("shadow")
+    for response in batch.responses[:3]:
+        response[-1] = min(run.sampling.stop_token_ids)
+    run.learn(batch, 0, probe)
+    ends = [token in run.sampling.stop_token_ids for response in batch.responses for token in response]
+    assert sum(ends) >= 3 and probe.metrics["precision/eos_frac"] == pytest.approx(sum(ends) / len(ends))
+
+
 def test_a_token_that_the_learner_cuts_gives_no_gradient_and_no_nan(llama):
     run = parts(llama, **QUANTIZED_ROLLOUT, rollout={"min_p": 0.3})
     batch = mostly_live(run)

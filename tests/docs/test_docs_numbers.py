@@ -115,25 +115,6 @@ def test_the_steps_beside_trl_with_vllm_are_the_record() -> None:
             assert numbers(cell) == [pytest.approx(found[key][name], abs=0.051)], (key, name)
 
 
-@pytest.mark.parametrize("shape", ["Qwen3-1.7B", "Qwen3-4B"])
-def test_the_steps_with_an_fp8_kv_cache_are_the_record(shape: str) -> None:
-    found: dict[tuple, dict[str, float]] = {}
-    for run in results("step_kv_fp8_gpu")["runs"]:
-        steps = [row for row in run["records"] if row["what"] == "step" and row["shape"] == shape.lower()]
-        found |= {(row["scheme"], row["new_tokens"]): row for row in steps}
-    rows = table(f"{shape}'s shapes, native engine")
-    assert len(rows) >= 3
-    for scheme, cells in zip(("bf16", "fp8", "w4a16"), rows, strict=False):
-        assert cells[0].startswith(scheme)
-        for tokens, (step, *parts) in ((1024, cells[1:4]), (4096, cells[4:])):
-            own = found[scheme, tokens]
-            seconds, *ratio = numbers(step)
-            assert seconds == pytest.approx(own["step_s"], abs=0.051)
-            assert ratio == [pytest.approx(found["bf16", tokens]["step_s"] / own["step_s"], abs=0.006)] * len(ratio)
-            for name, cell in zip(("rollout_s", "learner_s"), parts, strict=True):
-                assert numbers(cell) == [pytest.approx(own[name], abs=0.051)], (scheme, tokens, name)
-
-
 def test_the_speeds_of_exact_numerics_in_vllm_are_the_record() -> None:
     found = {}
     for run in results("vllm_exact_gpu")["runs"]:

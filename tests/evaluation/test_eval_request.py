@@ -40,6 +40,11 @@ def test_the_command_line_comes_before_the_runs_section():
     assert (section.max_response_length, section.seed) == (7, 3)
 
 
+def test_a_given_set_does_not_end_like_the_runs_own_rollouts():
+    section, _ = evaluation_section(run(), Request(data=("gsm8k",)))
+    assert (section.max_response_length, section.stop) == (1024, [])
+
+
 def test_greedy_draws_one_sample_unless_told_otherwise():
     section, _ = evaluation_section(MODEL, Request(data=("amc",), temperature=0.0))
     assert (section.samples, section.pass_at) == (1, [1])

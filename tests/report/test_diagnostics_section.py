@@ -62,6 +62,7 @@ def test_points_are_classed_by_clipping_and_by_the_sign_of_the_advantage():
         ("clipped", 1),
         ("clipped by precision alone", 1),
     ]
+    assert ratio.points[0].x == pytest.approx([-0.8, -1.3])  # of the last two tokens
     assert ratio.band == (0.8, 1.2) and ratio.points[2].y == [pytest.approx(math.exp(0.3))]
     scatter = record_blocks(diagnostics(1))[0]
     assert [(points.name, len(points.x)) for points in scatter.points] == [("A > 0", 1), ("A < 0", 2), ("A = 0", 1)]

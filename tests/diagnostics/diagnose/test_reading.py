@@ -48,6 +48,7 @@ def said(level: str, **changes: float | None) -> str:
 def test_a_healthy_run_is_called_healthy_first():
     findings = read(HEALTHY)
     assert {finding.level for finding in findings} == {"fine"}
+    assert read(HEALTHY | {"gradients/cos_total": 0.5, "precision/snr": 0.4})[0].level == "problem"
     assert findings[0].text == "Nothing measured here points to a known failure mode."
 
 
@@ -72,6 +73,7 @@ def test_bit_for_bit_is_said():
         ),
         ({"precision__snr": 0.42}, "watch", "mostly precision"),
         ({"precision__clipped_frac": 0.4}, "watch", "lower optim.lr"),
+        ({"mismatch__outside_frac": 0.05}, "watch", "5.0% of the tokens are outside"),
         ({"gradients__cos_total": 0.55, "gradients__score_rel": 1.0}, "problem", "through the score"),
         ({"gradients__cos_total": 0.9, "gradients__ratio_rel": 0.4}, "watch", "through the ratio"),
         (
