@@ -1,13 +1,12 @@
 """The real command line on mutated input: what is accepted, what is refused in a line, and what is bad.
 
     python tools/fuzz.py                            # the series of the day
-    python tools/fuzz.py --seed 1 --count 1000
+    python tools/fuzz.py --seed 1 --count 1000 --json benchmarks/results/fuzz.json
     python tools/fuzz.py --seed 1 --only run-17
-    python tools/fuzz.py --seed 1 --count 300 --kinds model run --json benchmarks/results/fuzz.json
 
 Bad is: a traceback (also for memory beyond a bound), a hang, a death by a signal, an exit code that is no user's
 mistake, output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of
-a seed is the same whatever the count and the kinds. Exit code 1 if any case is bad.
+a seed is the same whatever the count. Exit code 1 if any case is bad.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import datetime
 import gc
 import json
 import os
-import re
 import shlex
 import shutil
 import sys
@@ -30,9 +28,9 @@ if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from fuzzing.base import make_base
-from fuzzing.series import KINDS, names, run_case
+from fuzzing.series import names, run_case
 from fuzzing.verdict import Result, Tally, describe
-from harness import command_line, count, out_file
+from harness import command_line, out_file
 
 # Modules that commands import when they need them: here once, not in every case.
 WARM = """
@@ -46,23 +44,13 @@ transformers.models.llama.modeling_llama
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
-    add, today = parser.add_argument, datetime.date.today().isoformat()
-    kinds = f"what is mutated, of {', '.join(KINDS)}; default all"
-    train = "first train N configurations that `qarl check` accepts, two steps each"
-    add("--seed", default=today, help="of the series; any text; default today's date (%(default)s)")
-    add("--count", type=count, help="cases; default 300, or none with --accepted-train")
-    add("--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=kinds)
+    add, train = parser.add_argument, "first train N configurations that `qarl check` accepts, two steps each"
+    add("--seed", default=datetime.date.today().isoformat(), help="of the series; any text; default %(default)s")
+    add("--count", type=int, default=300, help="cases; default %(default)s")
     add("--accepted-train", type=int, default=0, metavar="N", help=train)
     add("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
     add("--json", type=out_file, metavar="OUT", help="write the record")
-    parsed = parser.parse_args(arguments)
-    if parsed.count is None:
-        parsed.count = 0 if parsed.accepted_train else 300
-    if "/" in parsed.seed:
-        parser.error("--seed takes no slash")
-    if parsed.only is not None and not re.fullmatch(rf"({'|'.join(KINDS)}|valid)-\d+", parsed.only):
-        parser.error(f"--only {parsed.only}: a case is a kind and a number, such as run-17")
-    return parsed
+    return parser.parse_args(arguments)
 
 
 def results(options: argparse.Namespace, base: Path, root: Path) -> Iterator[Result]:
@@ -75,7 +63,7 @@ def results(options: argparse.Namespace, base: Path, root: Path) -> Iterator[Res
         left -= result.case.command == "train"
         number += 1
         yield result
-    for name in names(options.seed, options.count, options.kinds):
+    for name in names(options.seed, options.count):
         yield run_case(options.seed, name, base, root, command)
 
 

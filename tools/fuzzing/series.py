@@ -1,8 +1,8 @@
-"""The series of cases of a seed: case `run-7` of a seed is the same whatever the count and the kinds."""
+"""The series of cases of a seed: case `run-7` of a seed is the same whatever the count."""
 
 import random
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from fuzzing.case import Case, Command, execute
@@ -20,19 +20,15 @@ MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "model": (12, mutate_model),
     "valid": (0, mutate_nothing),
 }
-KINDS = tuple(kind for kind, (weight, _) in MUTATORS.items() if weight)
 
 
-def names(seed: str, count: int, kinds: Collection[str]) -> Iterator[str]:
-    """The first `count` cases that are of `kinds`."""
-    drawn = random.Random(f"{seed}:kinds")
-    numbers = Counter[str]()
-    while count:
-        kind = drawn.choices(list(MUTATORS), [weight for weight, _ in MUTATORS.values()])[0]
-        if kind in kinds:
-            yield f"{kind}-{numbers[kind]}"
-            numbers[kind] += 1
-            count -= 1
+def names(seed: str, count: int) -> Iterator[str]:
+    """The first `count` cases."""
+    drawn, numbers = random.Random(f"{seed}:kinds"), Counter[str]()
+    for _ in range(count):
+        [kind] = drawn.choices(list(MUTATORS), [weight for weight, _ in MUTATORS.values()])
+        yield f"{kind}-{numbers[kind]}"
+        numbers[kind] += 1
 
 
 def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
