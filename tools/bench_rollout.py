@@ -30,7 +30,7 @@ import torch
 from model_sizes import SHAPES, Shape, quant_section, random_model, shape_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import is_ignored
-from tiny_models import byte_tokenizer
+from tiny_models import byte_tokenizer, tiny_settings
 from torch import Tensor
 
 from qarl.config import Config, QuantConfig, RolloutConfig
@@ -222,24 +222,22 @@ def vllm(
 def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:
     """The configuration of a run that samples like this. place: The directory of the sampler's log and checkpoint."""
     on_gpu, sequences = options.device == "cuda", max(case["batch"])
-    sections = {
-        "model": {"path": "random/model", "device": options.device},
-        "quant": quant.model_dump(),
-        "data": {"source": "task:arithmetic", "max_prompt_length": options.prompt_tokens},
-        "reward": {"functions": [{"name": "exact"}]},
-        "objective": {"name": "grpo"},
-        "rollout": {
-            "engine": "vllm",
-            "numerics": "exact" if case["numerics"] == "exact" else "fast",
-            "max_response_length": options.new_tokens,
-            "max_num_seqs": sequences,
-            "max_batched_tokens": max(8192 if on_gpu else 512, sequences),
-            "ignore_eos": True,
-            "vllm": {"memory_frac": options.memory_frac, "max_restarts": 0, "enforce_eager": not on_gpu},
-        },
-        "train": {"steps": 1, "micro_batch_tokens": 1024, "recompute": "layer", "run_dir": str(place)},
+    rollout = {
+        "engine": "vllm",
+        "numerics": "exact" if case["numerics"] == "exact" else "fast",
+        "max_response_length": options.new_tokens,
+        "max_num_seqs": sequences,
+        "max_batched_tokens": max(8192 if on_gpu else 512, sequences),
+        "ignore_eos": True,
+        "vllm": {"memory_frac": options.memory_frac, "max_restarts": 0, "enforce_eager": not on_gpu},
     }
-    return Config.model_validate(sections)
+    sections = {
+        "model": {"device": options.device},
+        "data": {"max_prompt_length": options.prompt_tokens},
+        "train": {"micro_batch_tokens": 1024, "recompute": "layer", "run_dir": str(place)},
+    }
+    settings = tiny_settings(Path("random/model"), rollout=rollout, **sections)
+    return Config.model_validate(settings | {"quant": quant.model_dump()})
 
 
 def hugging_face(options: argparse.Namespace, shape: Shape, dtype: str, prompts: list[list[int]]) -> Generate:

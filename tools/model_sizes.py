@@ -82,8 +82,6 @@ SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 32, True, 512, group_size=32),
     "tiny-moe": Shape(64, 64, 2, 4, 2, 32, False, 512, 4, 2, 32, "qwen3_moe"),
     "smollm2": Shape(576, 1536, 30, 9, 3, 64, True, 49_152, group_size=64, family="llama"),
-    "qwen2.5-1.5b": Shape(1536, 8960, 28, 12, 2, 128, True, family="qwen2"),
-    "qwen2.5-7b": Shape(3584, 18_944, 28, 28, 4, 128, False, family="qwen2"),
     "qwen3-0.6b": Shape(1024, 3072, 28, 16, 8, 128, True),
     "qwen3-1.7b": Shape(2048, 6144, 28, 16, 8, 128, True),
     "qwen3-4b": Shape(2560, 9728, 36, 32, 8, 128, True),

@@ -9,20 +9,17 @@ the MLP with noise on the features that its cluster uses least. The layer's rout
 into the output of the parent's MLP for its own text, and to use all of them. Everything but the MLPs is the parent's.
 Noise on all features would make experts that are equally wrong about every token, so that no choice among them helps.
 No feature is split off into finer experts: without noise, weights that sum to one give the parent's own function.
-DIR appears once it is complete; DIR/upcycling.json has sizes and the routers' errors. Perplexity on the text that comes
-with qarl: `qarl compare --offline DIR --schemes bf16`, and the same of the parent.
+DIR appears once it is complete. Perplexity on the text that comes with qarl: `qarl compare --offline DIR --schemes
+bf16`, and the same of the parent.
 """
 
 import argparse
-import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from harness import command_line, count, environment
+from harness import command_line, count
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig, PreTrainedModel
@@ -33,7 +30,6 @@ from qarl.exporting.staging import require_vacant, staged
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.model_directory import save_tokenizer
-from qarl.utils.machine import keep_freed_memory
 
 FAMILIES, BIASES = ("llama", "mistral"), ("attention_bias", "mlp_bias")
 ITERATIONS = 12  # of k-means
@@ -63,13 +59,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parsed = parser.parse_args(arguments)
     if parsed.top_k > parsed.experts:
         parser.error(f"--top-k: {parsed.top_k} is more than the {parsed.experts} experts")
-    if parsed.tokens < (least := max(parsed.length, 32 * parsed.experts)):
-        parser.error(f"--tokens: {parsed.tokens} are too few for these routers; give at least {least}")
     return parsed
 
 
-def upcycle(options: argparse.Namespace) -> dict[str, Any]:
-    """Write the child; returns what the report holds. Raises UserError."""
+def upcycle(options: argparse.Namespace) -> list[tuple[float, float]]:
+    """Write the child; returns per layer the error of the mixture before and after training. Raises UserError."""
     require_vacant(options.out)
     source = ModelConfig(path=options.model)
     parent, tokenizer, device = load_model(source), load_tokenizer(source), pick_device(options.device)
@@ -90,28 +84,20 @@ def upcycle(options: argparse.Namespace) -> dict[str, Any]:
         directions = functional.normalize(centers - centers.mean(0), dim=1)
         # Logits are largest for the nearest center, with standard deviation 1.
         first = directions / (x @ directions.T).std().clamp_min(LEAST)
-        router, *error = fit(x, expert_errors(dense, gate_up, down, x), first, options.top_k, options.steps, generator)
+        router, before, after = fit(
+            x, expert_errors(dense, gate_up, down, x), first, options.top_k, options.steps, generator
+        )
         with torch.no_grad():
             block.experts.gate_up_proj.copy_(gate_up)
             block.experts.down_proj.copy_(down)
             block.gate.weight.copy_(router)
-        errors.append(error)
-        print(f"layer {layer}: error of the mixture {error[0]:.4f} -> {error[1]:.4f}", flush=True)
-    parameters = child.num_parameters()
-    routed = config.num_hidden_layers * options.experts * 3 * config.hidden_size * config.intermediate_size
-    report = {
-        "parent": options.model,
-        "parameters": parameters,
-        "active_parameters": parameters - routed + routed // options.experts * options.top_k,
-        "router_error": dict(zip(("before", "after"), zip(*errors, strict=True), strict=True)),
-        "command": shlex.join(["python", *sys.argv]),
-        "environment": environment(),
-    }
+        errors.append((before, after))
+        print(f"layer {layer}: error of the mixture {before:.4f} -> {after:.4f}", flush=True)
     with staged(options.out) as directory:
         save_tokenizer(tokenizer, directory)
         child.save_pretrained(directory)
-        (directory / "upcycling.json").write_text(json.dumps(report, indent=1) + "\n")
-    return report
+    print(f"{options.out}: {child.num_parameters():,} parameters; the parent has {parent.num_parameters():,}")
+    return errors
 
 
 @torch.no_grad()
@@ -281,11 +267,8 @@ def fit(
 
 
 def main() -> None:
-    options = parse()
-    if options.device == "cpu" or not torch.cuda.is_available():
-        keep_freed_memory()
     try:
-        print(json.dumps(upcycle(options), indent=1))
+        upcycle(parse())
     except UserError as error:
         sys.exit(f"error: {error}")
 
