@@ -23,7 +23,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from harness import Record, command_line, count, failures, positive, run_cases
+from harness import Record, aligned, command_line, count, failures, positive, run_cases
 
 # isort: split
 import torch
@@ -85,19 +85,14 @@ def cases(options: argparse.Namespace) -> Iterator[Record]:
 
 def main() -> int:
     options = parse()
-    if not options.case:
-        heads = ("tokens/s", "decoding", "first", "GFLOP/s")
-        print(f"{'engine':8}{'model':22}{'variant':16}{'batch':>6}" + "".join(f"{head:>11}" for head in heads))
-    report = run_cases(options, cases(options), measure, show)
-    return int(bool(failures(report.content["records"])))
-
-
-def show(row: Record) -> None:
-    """Print a row."""
-    if "error" not in row:
-        numbers = (row["tokens_per_s"], row["decoding_per_s"], row["first_token_s"], row["gflop_per_s"])
-        variant, shown = f"{row['variant']} {row.get('numerics', '')}", "".join(f"{number:11.2f}" for number in numbers)
-        print(f"{row['engine']:8}{row['model']:22}{variant:16}{row['batch']:6}{shown}", flush=True)
+    records = run_cases(options, cases(options), measure).content["records"]
+    names = ("tokens_per_s", "decoding_per_s", "first_token_s", "gflop_per_s")
+    lines = [["", "batch", *names]]
+    for row in (row for row in records if "error" not in row):
+        name = " ".join(row[key] for key in ("engine", "model", "variant", "numerics") if key in row)
+        lines.append([name, str(row["batch"]), *(f"{row[key]:.2f}" for key in names)])
+    print("\n".join([*aligned(lines), *(failed := failures(records))]))
+    return int(bool(failed))
 
 
 def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:

@@ -13,6 +13,7 @@ Times are medians after the first step, which compiles. The result is written af
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -20,7 +21,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +72,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     responses = parsed.prompts * parsed.responses
     if "trl" in parsed.part and responses % parsed.device_batch:
         parser.error(f"--device-batch {parsed.device_batch} does not divide {responses} responses")
-    if "trl" in parsed.part and parsed.nproc > 1:
-        parser.error("--part trl runs in one process: leave --nproc out")
     return parsed
 
 
 def cases(options: argparse.Namespace) -> Iterator[Record]:
     """Part and shape, with scheme if the part has one, in the order of the command line."""
-    for part in options.part:
-        for shape in options.shape:
-            for scheme in options.scheme if part == "step" else (None,):
-                yield {"part": part, "shape": shape} | ({} if scheme is None else {"scheme": scheme})
+    for part, shape in itertools.product(options.part, options.shape):
+        schemes = [{"scheme": scheme} for scheme in options.scheme] if part == "step" else [{}]
+        yield from ({"part": part, "shape": shape} | scheme for scheme in schemes)
 
 
 def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
@@ -209,7 +206,7 @@ def table(reports: Sequence[Record]) -> str:
         peer = peers.get(tuple(map(row.get, CASE))) if row["part"] == "step" else None
         numbers.append(None if peer is None else peer / row["seconds"])
         cells = ["" if number is None else f"{number:.2f}" for number in numbers]
-        lines.append([_name(row), *cells, _notes(row)])
+        lines.append([_name(row), *cells, " ".join(row.get("set", []))])
     blocks = [heads(reports), aligned(lines), failures(rows)]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -219,19 +216,11 @@ def _name(row: Record) -> str:
     return " ".join([*names, f"{row['prompts']} x {row['responses']} x {row['new_tokens']}", f"{row['ranks']} ranks"])
 
 
-def _notes(row: Record) -> str:
-    """What differs from the defaults, and the spread over ranks."""
-    spans = [f"{k} {row[f'{k}_s_min']:.2f} to {row[f'{k}_s_max']:.2f}" for k in PHASES if f"{k}_s_min" in row]
-    return " ".join([*row.get("set", []), *spans])
-
-
 def main() -> int:
     options = parse()
     if options.table is not None:
         print(table([json.loads(path.read_text()) for path in options.table]))
         return 0
-    if "trl" in options.part and find_spec("trl") is None:
-        sys.exit("error: --part trl needs TRL: pip install trl")
     report = run_cases(options, cases(options), run_part)
     print(table([report.content]))
     return int(bool(failures(report.content["records"])))

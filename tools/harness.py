@@ -116,7 +116,6 @@ def run_cases(
     options: argparse.Namespace,
     cases: Iterable[Record],
     measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
-    show: Callable[[Record], None] = lambda record: None,
 ) -> "Report":
     """The main part of a benchmark whose cases run in processes of their own; the case's process ends in here.
 
@@ -125,7 +124,6 @@ def run_cases(
         cases: What to measure; its texts are its name.
         measure: From the options, a case and a directory for its files, whose logs are shown if it fails, to records,
             in the case's process.
-        show: Called with each record.
     """
     if options.case:
         case, name = json.loads(options.case)
@@ -139,10 +137,8 @@ def run_cases(
     report = Report(options.out)
     options.out.with_suffix(".log").unlink(missing_ok=True)
     for case in cases:
-        found = list(run_case(case, options.out, options.timeout))
-        report.add(found, " ".join(value for value in case.values() if isinstance(value, str)))
-        for record in (record for record in found if "environment" not in record):
-            show(record)
+        name = " ".join(value for value in case.values() if isinstance(value, str))
+        report.add(run_case(case, options.out, options.timeout), name)
     return report
 
 
@@ -162,8 +158,9 @@ class Report:
 
     def add(self, records: Iterable[Record], what: str) -> None:
         """Add the records and report them on stderr as `what`."""
-        elapsed, why = time.perf_counter() - self._begin, ""
-        for record in records:
+        found, why = list(records), ""
+        elapsed = time.perf_counter() - self._begin
+        for record in found:
             if "environment" in record:
                 self.content["environment"] = self.content["environment"] or record["environment"]
             else:

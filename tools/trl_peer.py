@@ -19,13 +19,8 @@ from qarl.training.metrics import peak_memory_gib
 def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
     """Arguments of `trl.GRPOConfig` for every run: float32 masters, bf16 products on a GPU, AdamW, no KL term.
 
-    Args:
-        place: The trainer's directory.
-        steps: Number of optimizer steps.
-        rows: Responses per optimizer step.
-        batch: Responses that run together; divides `rows`.
-        device: "cuda" or "cpu".
-        checkpointing: Whether the backward recomputes activations.
+    steps: Optimizer steps, of `rows` responses each, of which `batch` run together. checkpointing: Whether the backward
+    recomputes activations.
     """
     return {
         "output_dir": str(place),

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 import triton
-from harness import command_line
+from harness import command_line, count
 from kernel_bench.measure import Late, Stopwatch
 from kernel_bench.tuned import (
     BACKWARD_TOKENS,
@@ -153,7 +153,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add, families = parser.add_argument, (*FAMILIES, *BACKWARD)
     known = f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all"
     add("--families", nargs="+", choices=families, metavar="FAMILY", help=known)
-    add("--m", type=int, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
+    add("--m", type=count, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
     add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
@@ -161,8 +161,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     backward = [family for family in parsed.families if family in BACKWARD]
     if backward and not parsed.experts:
         parser.error(f"--families {' '.join(backward)} is of grouped products; name a model with --experts")
-    if min(parsed.m or ROWS) < 1:
-        parser.error("--m takes numbers from 1")
     return parsed
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from bench_kernels import table
-from kernel_bench.experts import TOLERANCE, Experts, make_routing, qarl, torch_grouped
+from kernel_bench.experts import TOLERANCE, Experts, make_routing, qarl
 from kernel_bench.measure import Wrong, check
 from model_sizes import SHAPES
 
@@ -23,15 +23,6 @@ def test_qarls_experts_are_those_of_float32(scheme: str, kind: str) -> None:
     assert check(result, expected, picked, (5, SIZES.hidden), TOLERANCE) < TOLERANCE
     with pytest.raises(Wrong, match="relative error"):
         check(result.flip(0), expected, picked, (5, SIZES.hidden), TOLERANCE)
-
-
-def test_skewed_routing_prefers_the_first_experts_and_a_peer_refuses_other_schemes() -> None:
-    with pytest.raises(RuntimeError, match="bf16"):
-        torch_grouped(Experts("w8a8", SIZES, 32, CPU))
-    chosen = make_routing("skewed", 400, replace(SIZES, experts=16), CPU).experts
-    counts = torch.bincount(chosen.flatten(), minlength=16)
-    assert counts[:4].sum() > 2 * counts[8:].sum()
-    assert (chosen[:, 0] < chosen[:, 1]).all()
 
 
 def test_the_table_has_the_best_peer_the_worst_case_and_what_did_not_run() -> None:

@@ -31,7 +31,7 @@ def tiny():
 
 def test_options_are_checked_and_only_parts_with_schemes_run_once_per_scheme(capsys):
     assert bench_step.parse(["--out", "x"]).part == ["step"]
-    for wrong in ([], *(["--out", "x", *more] for more in (["--tokens", "0"], ["--part", "none"], ["--layers", "0"]))):
+    for wrong in ([], ["--out", "x", "--tokens", "0"], ["--out", "x", "--part", "trl", "--device-batch", "7"]):
         with pytest.raises(SystemExit):
             bench_step.parse(wrong)
     capsys.readouterr()
@@ -61,29 +61,6 @@ def test_trl_is_asked_for_one_optimizer_step_on_all_responses(tmp_path):
     assert found["model_init_kwargs"]["dtype"] == "float32"
     own = trl_peer.grpo_arguments(options("--new-tokens", "7"), tmp_path, "transformers")
     assert "use_vllm" not in own and own["generation_kwargs"] == {"min_new_tokens": 7} and not own["bf16"]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["trl", "--device-batch", "7"], "--device-batch 7 does not divide 256 responses"),
-        (["trl", "--nproc", "2"], "--part trl runs in one process: leave --nproc out"),
-        (["trl", "--timeout", "nan"], "--timeout: 'nan': must be a number above 0"),
-        (["trl", "--out", "/"], "--out: / is a folder; name a file"),
-    ],
-)
-def test_a_part_that_cannot_run_is_refused_in_one_line(given, said, capsys):
-    with pytest.raises(SystemExit):
-        bench_step.parse(["--out", "x", "--part", *given])
-    assert capsys.readouterr().err.splitlines()[-1].endswith(said)
-
-
-def test_a_missing_peer_is_reported_before_anything_runs(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_step, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--out", str(tmp_path / "out.json"), "--part", "step", "trl"])
-    with pytest.raises(SystemExit, match="trl needs TRL: pip install trl"):
-        bench_step.main()
-    assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -132,7 +109,7 @@ def report(*records: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_table_compares_with_the_peer_of_another_report():
     step = {"what": "step", "prompts": 2, "responses": 2, "new_tokens": 8, "engine": "vllm", "ranks": 1}
-    ranks = {"ranks": 2, "learner_s": 0.5, "learner_s_min": 0.5, "learner_s_max": 0.75}
+    ranks = {"ranks": 2, "learner_s": 0.5}
     ours = report(
         {"part": "step", "scheme": "w4a16", "error": "no memory"},
         step | {"part": "step", "scheme": "fp8", "seconds": 4.0, "step_s": 4.0, "learner_s": 1.0},
@@ -143,7 +120,7 @@ def test_the_table_compares_with_the_peer_of_another_report():
     assert "H1, torch 2, revision abc" in lines
     assert "s 2 layers fp8 vllm 2 x 2 x 8 1 ranks 4.00 1.00 1.00 2.50" in lines
     # On two ranks there is no peer.
-    assert "s 2 layers fp8 native 2 x 2 x 8 2 ranks 3.00 0.50 1.00 learner 0.50 to 0.75" in lines
+    assert "s 2 layers fp8 native 2 x 2 x 8 2 ranks 3.00 0.50 1.00" in lines
     assert "failed: step s w4a16: no memory" in lines
 
 

@@ -42,18 +42,11 @@ def write_run(path: Path, model: Path, seed: int, lr: float, right: int, reward:
     evaluations = sorted({0, steps // 4 * 4})
     write_lines(path / "evaluations.jsonl", [{"step": step} for step in evaluations])
     for step in evaluations:
-        rows = [
-            {
-                "task": "test",
-                "prompt_id": i,
-                "sample": sample,
-                "prompt": f"<user>{task['prompt']}<assistant>",
-                "correct": step > 0 and i < right,
-                "finish_reason": "length" if i == 0 else "stop",
-            }
-            for i, task in enumerate(TASKS)
-            for sample in range(2)
-        ]
+        rows = []
+        for i, task in enumerate(TASKS):
+            row = {"task": "test", "prompt_id": i, "prompt": f"<user>{task['prompt']}<assistant>"}
+            row |= {"correct": step > 0 and i < right, "finish_reason": "length" if i == 0 else "stop"}
+            rows += [row | {"sample": sample} for sample in range(2)]
         write_lines(path / f"evaluations/{step:06d}.jsonl", rows)
 
 

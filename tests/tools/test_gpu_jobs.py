@@ -38,9 +38,8 @@ CALLS = [pytest.param(tool, words, id=job.name) for tool in TOOLS for job, words
 
 
 @pytest.mark.parametrize(("tool", "arguments"), CALLS)
-def test_a_job_has_arguments_that_its_tool_accepts(tool: str, arguments: list[str], monkeypatch) -> None:
+def test_a_job_has_arguments_that_its_tool_accepts(tool: str, arguments: list[str]) -> None:
     module = importlib.import_module(tool)
-    monkeypatch.setattr(module, "find_spec", lambda name: object(), raising=False)  # that packages are there
     parsed = module.parse(arguments)
     if tool == "bench_step":
         step_configurations(parsed)
@@ -78,14 +77,8 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
         only = options["--only"].split(",") if "--only" in options else None
         found = study.plan_study(study.load_study(file), file, overrides, tmp_path, options["--profile"], only, seeds)
         members[job.name] = len(found)
-    assert members == {
-        "exactness": 15,
-        "exactness-w4a16": 15,
-        "mixture": 27,
-        "staleness": 60,
-        "evidence": 4,
-        "evidence-trl": 2,
-    }
+    assert list(members) == ["exactness", "exactness-w4a16", "mixture", "staleness", "evidence", "evidence-trl"]
+    assert list(members.values()) == [15, 15, 27, 60, 4, 2]
 
 
 def test_a_case_ends_before_its_job_does() -> None:

@@ -6,13 +6,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import run_jobs
 import yaml
-from process_tree import runs
 
 TOOL = Path(run_jobs.__file__)
 
@@ -64,23 +62,6 @@ def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> Non
     assert "fails: exit code 3" in said and "hangs: ran out of its 0.5 s" in said and "works: exit code 0" in said
     assert (tmp_path / "out/fails.log").read_text() == "what happened\n"
     assert (tmp_path / "out/works.log").read_text() == "fine\n"
-
-
-def test_no_process_of_a_job_is_left_in_any_session(tmp_path: Path, monkeypatch) -> None:
-    started = "setsid sleep 1000 & echo $! > $OUT/{0}.pid"
-    # The file comes after the job's start was noted, or the job would get 60 real seconds.
-    hangs = started.format("hangs") + "; trap '' TERM; sleep 1; touch $OUT/deaf; sleep 1000"
-    file = jobs(tmp_path, {"name": "ends", "command": started.format("ends")}, {"name": "hangs", "command": hangs})
-
-    def now() -> float:
-        """The limit is over once there is something to be left."""
-        return time.monotonic() + 60 * (tmp_path / "deaf").exists()
-
-    monkeypatch.setattr(run_jobs, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
-    run_jobs.run(run_jobs.read_jobs(file), ["0"], tmp_path)
-    said = (tmp_path / "status.txt").read_text()
-    assert "ends: exit code 0" in said and "hangs: ran out of its 60 s" in said
-    assert not any(runs(int((tmp_path / f"{name}.pid").read_text())) for name in ("ends", "hangs"))
 
 
 def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:

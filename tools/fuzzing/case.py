@@ -81,23 +81,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a case ended.
+    """How a case ended."""
 
-    Attributes:
-        code: Exit code; negative for a signal.
-        timed_out: It took too long.
-        seconds: Wall seconds.
-        out: Standard output.
-        err: Standard error.
-        stack: Where it was when a signal or the limit ended it.
-    """
-
-    code: int
+    code: int  # negative for a signal
     timed_out: bool
-    seconds: float
+    seconds: float  # wall seconds
     out: bytes
     err: bytes
-    stack: str
+    stack: str  # where it was when a signal or the limit ended it
 
 
 def execute(case: Case, command: Command) -> Outcome:

@@ -3,20 +3,17 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
-from fuzzing.base import COMPARE, EVALUATE, EVALUATE_GREEDILY, FILE_DATA, GENERATE, QUANTIZE, RUN, config, lay_out
+from fuzzing.base import COMPARE, EVALUATE_GREEDILY, FILE_DATA, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_entry, damage_file, edit_record, parsed, seal
-from fuzzing.values import chance, file_names, json_values, listed, make_traps, pick, position, shown, weighted
+from fuzzing.values import chance, json_values, make_traps, pick, position
 from hypothesis.strategies import DrawFn
 
-Refusing = tuple[str, ...]  # commands that must refuse a run
-READERS = {"runs": 5, "report": 2, "diagnose": 3, "generate": 3, "eval": 3, "export": 3, "compare": 2, "train": 6}
+READERS = ("runs", "report", "diagnose", "generate", "eval", "export", "compare", "train", "train")
 OPENERS = ("generate", "export", "eval")  # read the newest checkpoint's masters
-LAST = "checkpoints/000003"
 MODEL_LINES = {
     "generate": GENERATE.format("model"),
     "quantize": QUANTIZE,
@@ -25,9 +22,6 @@ MODEL_LINES = {
     "check": "check c.yaml",
     "train": "train c.yaml",
 }
-
-
-# --- models and exports
 
 
 def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
@@ -76,16 +70,23 @@ def _damaged_export(draw: DrawFn, model: Path) -> tuple[str, bool]:
     return f"bit flipped at {place}", True
 
 
-# --- runs
-
-
 def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
-    """A damaged run for one of the commands that take one; `train` resumes it for one more step."""
+    """A damaged run for one of the commands that take one; `train` resumes it for one more step.
+
+    What is damaged in a checkpoint mostly has digests that fit.
+    """
     make_traps(case.cwd)
     lay_out(base, case)
-    run, kind = case.cwd / RUN, pick(draw, list(RUN_DAMAGE))
-    what, refusing = RUN_DAMAGE[kind](draw, run)
-    command, target = weighted(draw, READERS), str(RUN)
+    run, newest = case.cwd / RUN, case.cwd / RUN / "checkpoints/000003"
+    found = sorted(path for path in run.rglob("*") if path.is_symlink() or path.exists())
+    path = found[position(draw, len(found))]
+    is_file = path.is_file() and chance(draw, 75)
+    before = path.read_bytes() if is_file else b""
+    what = _damaged_path(draw, [path], files=is_file)
+    if sealed := is_file and path.parent.parent.name == "checkpoints" and chance(draw, 80):
+        seal(path.parent, files=path.name != "manifest.json")
+        what = f"{what}, digests fit"
+    command, target = pick(draw, READERS), str(RUN)
     if command in (*OPENERS, "diagnose") and chance(draw, 15):
         target = f"{RUN}/checkpoints/{pick(draw, ('latest', '000003', '000001'))}"
     if command == "compare":
@@ -100,49 +101,9 @@ def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
         "compare": f"compare {RUN} runs/whole --out out",
         "train": f"train {RUN}/config.yaml train.steps=4",
     }
-    line = EVALUATE if kind == "results" else lines[command]
-    case.mutation, case.argv = f"run {kind}: {what}", shlex.split(line)
-    case.must_refuse = command in refusing and target == str(RUN)
-
-
-def _results(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Damage the results of an evaluation, which is run again."""
-    return _damaged_path(draw, sorted((run.parents[1] / "results").glob("*.json*")), files=chance(draw, 75)), ()
-
-
-def _file(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Damage a file as what it is; one of a checkpoint mostly with digests that fit."""
-    records = listed("config.yaml  metrics.jsonl  evaluations.jsonl  environment.json  evaluations/000002.jsonl") * 2
-    steps = listed("rollouts/{}.jsonl  rollouts/{}.safetensors  diagnostics/{}.json")
-    files = listed("manifest.json  manifest.json  state.json  masters.safetensors  optimizer.safetensors")
-    steps += [f"checkpoints/{{}}/{name}" for name in files]
-    path = run / pick(draw, [*records, *steps]).format(pick(draw, ("000001", "000003", "000003")))
-    before = path.read_bytes()
-    what = f"{path.relative_to(run)} {damage_file(draw, path)}"
-    if path.parent.parent.name == "checkpoints" and chance(draw, 80):
-        seal(path.parent, files=path.name != "manifest.json")
-        return f"{what}, digests fit", ()
-    changed = before != path.read_bytes()
-    if path.name == "manifest.json":  # in whose JSON a space between values means nothing
+    case.mutation, case.argv = f"run: {path.relative_to(run)}: {what}", shlex.split(lines[command])
+    changed = is_file and path.read_bytes() != before
+    if path.name == "manifest.json" and is_file:  # in whose JSON a space between values means nothing
         changed = json.loads(before) != parsed(path.read_text(errors="replace"))
-    digested = path.parent == run / LAST and path.name != "optimizer.safetensors"
-    return what, OPENERS if digested and changed else ()
-
-
-def _entry(draw: DrawFn, run: Path) -> tuple[str, Refusing]:
-    """Replace an entry by something else of its name, or give it an unexpected name."""
-    found = sorted(path for path in run.rglob("*") if path.is_symlink() or path.exists())
-    path = found[position(draw, len(found))]
-    name = draw(file_names).replace("/", "").replace("\0", "").strip(".")[:200]
-    target = path.with_name(name.encode("utf-8", "replace").decode() + pick(draw, (path.suffix, "")) or "x")
-    if chance(draw, 60) or target.exists() or target.is_symlink():
-        return f"{path.relative_to(run)}: {damage_entry(draw, path)}", ()
-    path.rename(target)
-    return f"{path.relative_to(run)} renamed {shown(target.name)}", ()
-
-
-RUN_DAMAGE: dict[str, Callable[[DrawFn, Path], tuple[str, Refusing]]] = {
-    "file": _file,
-    "entry": _entry,
-    "results": _results,
-}
+    digested = path.parent == newest and path.name != "optimizer.safetensors" and target == str(RUN)
+    case.must_refuse = command in OPENERS and digested and changed and not sealed

@@ -19,11 +19,6 @@ def pick(draw: DrawFn, options: Sequence[T]) -> T:
     return draw(sampled_from(options))
 
 
-def weighted(draw: DrawFn, weights: dict[str, int]) -> str:
-    """A key, as often as its weight says."""
-    return pick(draw, [name for name, weight in weights.items() for _ in range(weight)])
-
-
 def chance(draw: DrawFn, percent: int) -> bool:
     """True in `percent` of 100 draws."""
     return draw(st.integers(0, 99)) < percent

@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured, picked_rows
+from kernel_bench.measure import Call, Row, Stopwatch, build_all, measured, picked_rows
 from kernel_bench.products import quantized
 from model_sizes import SHAPES, Shape
 from qarl_formats.scheme import Codes
@@ -110,7 +110,7 @@ def vllm_triton(experts: Experts) -> Bind:
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
     if experts.scheme not in ("bf16", "fp8", "fp8_block", "w8a8"):
-        raise Absent(f"vLLM's Triton kernel has no {experts.scheme}")
+        raise RuntimeError(f"vLLM's Triton kernel has no {experts.scheme}")
     weights, quant = experts.stored("weight"), None
     scales = [] if experts.scheme == "bf16" else [scale.float() for scale in experts.stored("weight_scale")]
     if experts.scheme == "fp8":
@@ -129,7 +129,7 @@ def vllm_triton(experts: Experts) -> Bind:
 def vllm_marlin(experts: Experts) -> Bind:
     """Marlin, repacked as vLLM's compressed-tensors method does."""
     if experts.scheme != "w4a16":
-        raise Absent("Marlin is for w4a16 here")
+        raise RuntimeError("Marlin is for w4a16 here")
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
@@ -157,7 +157,7 @@ def vllm_marlin(experts: Experts) -> Bind:
 def torch_grouped(experts: Experts) -> Bind:
     """bf16 as transformers runs its experts by torch's grouped product."""
     if experts.scheme != "bf16" or not hasattr(torch, "_grouped_mm"):
-        raise Absent("torch's grouped product is for bf16, and not in every torch")
+        raise RuntimeError("torch's grouped product is for bf16, and not in every torch")
     gate_up, down = (weight.transpose(1, 2) for weight in experts.stored("weight"))
 
     def bind(x: Tensor, routing: Routing) -> Call:

@@ -24,10 +24,6 @@ CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about: `torch.cuda._sleep` counts c
 ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, TritonError)
 
 
-class Absent(RuntimeError):
-    """A peer that does not serve this problem."""
-
-
 class Wrong(ValueError):
     """A kernel's result is not the product of its operands."""
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kernel_bench.measure import Absent, Call, Row, Stopwatch, build_all, measured, picked_rows, reason
+from kernel_bench.measure import Call, Row, Stopwatch, build_all, measured, picked_rows, reason
 from model_sizes import Layer
 from qarl_formats.registry import grouped_names, make_scheme
 from qarl_formats.scheme import Codes
@@ -76,9 +76,9 @@ def _vllm() -> Any:
     try:
         from vllm import _custom_ops
     except ImportError as error:
-        raise Absent(f"vllm is not importable ({reason(error)})") from error
+        raise RuntimeError(f"vllm is not importable ({reason(error)})") from error
     if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
-        raise Absent("this vllm has no CUDA kernels")
+        raise RuntimeError("this vllm has no CUDA kernels")
     return _custom_ops
 
 
