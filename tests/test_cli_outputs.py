@@ -15,8 +15,6 @@ WORK = (
     "qarl.report.run_report.report_sections",
     "qarl.comparison.compare.train_members",
     "qarl.comparison.compare.build",
-    "qarl.comparison.offline.compare_offline.open_masters",
-    "qarl.evaluation.evaluate.open_policy",
     "qarl.exporting.job.open_masters",
 )
 # Command -> its arguments, {out} standing for the output, and the files and directories that it writes in there.
@@ -34,8 +32,7 @@ def places(tmp_path, tiny_model, monkeypatch) -> dict[str, str]:
     monkeypatch.chdir(tmp_path)
     for place in WORK:
         monkeypatch.setattr(place, reached)
-    (tmp_path / "data.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}\n')
-    names = {"model": tiny_model("llama"), "data": tmp_path / "data.jsonl"}
+    names = {"model": tiny_model("llama")}
     for name in ("run", "other"):
         names[name] = tmp_path / name
         names[name].mkdir()
