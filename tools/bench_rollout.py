@@ -13,7 +13,6 @@ have random weights, made on the device. What a publish and a sleep of vLLM cost
 """
 
 import argparse
-import hashlib
 import os
 import statistics
 import sys
@@ -31,7 +30,6 @@ from model_sizes import SHAPES, Shape, quant_section, random_model, shape_of
 from qarl_formats.registry import make_scheme, scheme_names
 from qarl_formats.scheme import is_ignored
 from tiny_models import byte_tokenizer, tiny_settings
-from torch import Tensor
 
 from qarl.config import Config, QuantConfig, RolloutConfig
 from qarl.policy.device import pick_device, use_kernels
@@ -148,21 +146,16 @@ def policy_of(options: argparse.Namespace, shape: Shape, scheme: str) -> Policy:
     quant = QuantConfig(**quant_section(scheme, shape.group_size))
     kind, model = make_scheme(scheme, quant.group_size), skeleton(shape.config())
     linears, kernels, forms = set(linear_names(model)), use_kernels(quant, kind, dtype, device), []
+    generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
         low_bit = kind.quantized and module in linears and not is_ignored(module, quant.ignore)
-        master = random_master(name, tuple(parameter.shape), device)
+        master = torch.full(parameter.shape, 0.0 if name.endswith("bias") else 1.0, device=device)
+        if parameter.dim() > 1:
+            master.normal_(0.0, STD, generator=generator)
         forms.append((name, quantize_parameter(name, master, kind if low_bit else None, dtype, 0, kernels)))
     context = options.prompt_tokens + options.new_tokens
     return Policy(model, kind, quant, dtype, device, context, build_snapshot(0, forms))
-
-
-def random_master(name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Float32 values of a parameter that depend only on its name and shape; norms are 1, biases 0."""
-    if len(shape) == 1:
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0, device=device)
-    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-    return torch.randn(shape, generator=torch.Generator(device).manual_seed(seed), device=device).mul_(STD)
 
 
 def timed(run: Generate, new_tokens: int, batch: int) -> float:

@@ -176,13 +176,9 @@ def run(options: argparse.Namespace, path: Path, config: Config) -> int:
 
 
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
-    """The metrics of each step, with names as TRL's part has them.
+    """The metrics of each step (lines of metrics.jsonl), with names as TRL's part has them. total: seconds of the run.
 
-    Args:
-        steps: Lines of metrics.jsonl. On several ranks `publish_s` is the first one's, beside `publish_s_min`.
-        new_tokens: The most per response.
-        engine: That sampled.
-        total: Seconds of the run with its start.
+    On several ranks `publish_s` is the first one's, beside `publish_s_min`, `publish_s_mean` and `publish_s_max`.
     """
     found = []
     for metrics in steps:

@@ -73,14 +73,10 @@ MODELS = Path(tempfile.gettempdir()) / "qarl_step_bench"  # default of --model-d
 
 def environment() -> Record:
     """Device, versions and git revision, without the host's name, which says nothing to a reader."""
-    import torch
-
     from qarl.storage.environment import describe_environment
     from qarl.utils.versions import version_of
 
     found = {k: v for k, v in describe_environment(0).items() if k not in ("command", "host", "seed")}
-    if torch.cuda.is_available():
-        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     found["packages"] |= {name: version for name in PEERS if (version := version_of(name)) is not None}
     return found
 
@@ -89,7 +85,7 @@ def run_case(case: Record, out: Path, timeout_s: float) -> Iterator[Record]:
     """Run this command line again with `--case`, in a process of its own. Yields its records; if it fails, also why.
 
     Args:
-        case: What the case measures.
+        case: What it measures.
         out: The result's file, beside which a log gets what the case prints.
         timeout_s: Seconds after which the case prints its stacks and is ended.
     """

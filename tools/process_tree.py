@@ -38,12 +38,8 @@ class Started:
         return None
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End the process and all that it started.
-
-        Args:
-            grace_s: Seconds between SIGTERM and the stacks; 0 sends no SIGTERM, so that the stacks are those of the
-                hang.
-        """
+        """End the process and all that it started, `grace_s` seconds after SIGTERM; 0: without, so that the stacks are
+        those of the hang."""
         deadline = time.monotonic() + grace_s
         for pid in marked(self.mark) if grace_s else ():
             send(pid, signal.SIGTERM)

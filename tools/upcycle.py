@@ -84,9 +84,8 @@ def upcycle(options: argparse.Namespace) -> list[tuple[float, float]]:
         directions = functional.normalize(centers - centers.mean(0), dim=1)
         # Logits are largest for the nearest center, with standard deviation 1.
         first = directions / (x @ directions.T).std().clamp_min(LEAST)
-        router, before, after = fit(
-            x, expert_errors(dense, gate_up, down, x), first, options.top_k, options.steps, generator
-        )
+        wrong = expert_errors(dense, gate_up, down, x)
+        router, before, after = fit(x, wrong, first, options.top_k, options.steps, generator)
         with torch.no_grad():
             block.experts.gate_up_proj.copy_(gate_up)
             block.experts.down_proj.copy_(down)
@@ -112,7 +111,6 @@ def sample(model: PreTrainedModel, start: int, count: int, length: int) -> Tenso
     for first in range(0, count, SAMPLED):
         ids = torch.full((min(SAMPLED, count - first), 1), start, device=model.device)
         batches.append(model.generate(ids, attention_mask=torch.ones_like(ids)).cpu())
-        print(f"sampled {first + len(ids):,} of {count:,} sequences", flush=True)
     model.generation_config = own
     return torch.cat(batches)
 

@@ -28,9 +28,6 @@ def test_vllm_starts_once_for_all_batches_and_other_engines_once_per_batch() -> 
 def test_a_policy_of_random_weights_is_the_same_whenever_it_is_made(scheme: str) -> None:
     first, second = (bench_rollout.policy_of(options(), shape_of("tiny", None, 512), scheme) for _ in range(2))
     assert first.current.fingerprints == second.current.fingerprints
-    weight = bench_rollout.random_master("a.weight", (512, 64), CPU)
-    assert weight.std().item() == pytest.approx(bench_rollout.STD, rel=0.02)
-    assert torch.equal(bench_rollout.random_master("norm.weight", (5,), CPU), torch.ones(5))
 
 
 @pytest.mark.parametrize("scheme", ["bf16", "w4a16", "fp8"])

@@ -49,7 +49,6 @@ def test_shapes_are_those_of_their_models():
     assert shape_of("smollm2", None, None).architecture().parameters / 1e9 == pytest.approx(0.1345, rel=0.01)
     assert shape_of("qwen3-8b", 4, None).architecture().num_layers == 4
     assert shape_of("qwen3-8b", None, None).vocabulary == 49_152 < SHAPES["qwen3-8b"].vocabulary
-    assert SHAPES["qwen3-8b"].layers == 36
     assert len(set(questions(200))) == 200
 
 

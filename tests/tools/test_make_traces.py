@@ -88,9 +88,3 @@ def test_what_cannot_be_made_is_one_line(tmp_path):
     with pytest.raises(SystemExit, match="addition, level 3: 2000 drafts gave no new solution of 1 to 3 tokens"):
         traces.make(short, words)
     assert not (tmp_path / "none").exists()
-
-
-def test_a_solution_that_the_reward_does_not_take_is_not_written(tmp_path, monkeypatch):
-    monkeypatch.setitem(traces.FAMILIES, "addition", lambda *_: traces.Task("1+1", [], "3\nmore"))
-    with pytest.raises(AssertionError, match=r"does not take 3"):
-        traces.make(traces.parse(["--out", str(tmp_path), "--lengths", "1", "9", *COUNTS]), words)

@@ -82,7 +82,6 @@ def test_a_signal_ends_the_jobs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: 1", "Input should be a valid list"),
         ("- {name: a, command: b}", "seconds\n  Field required"),
         ("- {name: a/b, command: b, seconds: 1, limit: 3}", "limit\n  Extra inputs are not permitted"),
         ("- {name: a, command: b, seconds: 1}\n- {name: a, command: c, seconds: 1}", "two jobs have one name"),

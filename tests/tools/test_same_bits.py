@@ -26,7 +26,6 @@ def test_cases_are_valid_configurations(case: Case, tmp_path: Path) -> None:
     [
         ({"loss": "1.0", "x": "2"}, "equal      a"),
         ({"loss": "1.5", "x": "3"}, "DIFFERENT  a: loss: 1.0 -> 1.5, and 1 more of 2"),
-        ({"loss": "1.0", "x": "2", "new": "0"}, "DIFFERENT  a: new: missing -> 0"),
         ({"error": "Traceback"}, "FAILED     a\nafter: Traceback"),
     ],
 )

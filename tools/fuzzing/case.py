@@ -33,21 +33,13 @@ Command = Callable[[Sequence[str]], object]
 
 @dataclass
 class Case:
-    """One case.
+    """One case."""
 
-    Attributes:
-        name: Kind, and number in the seed's series of that kind.
-        directory: The directory of the case.
-        mutation: The mutation, in one line.
-        argv: Arguments of `qarl`.
-        must_refuse: The mutation must be refused: exit code 0 is wrong.
-    """
-
-    name: str
+    name: str  # kind, and number in the seed's series of that kind
     directory: Path
-    mutation: str = ""
-    argv: list[str] = field(default_factory=list)
-    must_refuse: bool = False
+    mutation: str = ""  # in one line
+    argv: list[str] = field(default_factory=list)  # of `qarl`
+    must_refuse: bool = False  # exit code 0 is wrong
 
     @property
     def kind(self) -> str:

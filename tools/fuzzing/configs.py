@@ -16,7 +16,6 @@ from fuzzing.values import (
     chance,
     json_values,
     listed,
-    make_traps,
     pick,
     position,
     shown,
@@ -55,7 +54,6 @@ def _keys(node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]
 
 def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
     """`qarl check` of a configuration with damage."""
-    make_traps(case.cwd)
     lay_out(base, case, "model", "rows.jsonl", "objective.py")
     case.argv = ["check", "c.yaml"]
     if chance(draw, 35):

@@ -9,7 +9,7 @@ import yaml
 from fuzzing.base import COMPARE, EVALUATE_GREEDILY, FILE_DATA, GENERATE, QUANTIZE, RUN, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_entry, damage_file, edit_record, parsed, seal
-from fuzzing.values import chance, json_values, make_traps, pick, position
+from fuzzing.values import chance, json_values, pick, position
 from hypothesis.strategies import DrawFn
 
 READERS = ("runs", "report", "diagnose", "generate", "eval", "export", "compare", "train", "train")
@@ -26,7 +26,6 @@ MODEL_LINES = {
 
 def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
     """A damaged model, export or file of rows for one of the commands that take one."""
-    make_traps(case.cwd)
     lay_out(base, case, "model", "rows.jsonl", "export")
     model = case.cwd / "model"
     if chance(draw, 20):
@@ -75,7 +74,6 @@ def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
 
     What is damaged in a checkpoint mostly has digests that fit.
     """
-    make_traps(case.cwd)
     lay_out(base, case)
     run, newest = case.cwd / RUN, case.cwd / RUN / "checkpoints/000003"
     found = sorted(path for path in run.rglob("*") if path.is_symlink() or path.exists())

@@ -1,10 +1,8 @@
 """Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws."""
 
 import json
-import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from hypothesis import strategies as st
@@ -52,32 +50,17 @@ UNPRINTABLE = ("\0", "a\0b", ESCAPE, OVERRIDE, "\x1b]0;title\x07", "\u2028line",
 LONG = ("x" * 5_000, "e\u0301" * 100, "日本" * 5_000)
 texts = sampled_from(["", " ", *MEANINGFUL]) | sampled_from((*UNPRINTABLE, *LONG)) | st.text(characters, max_size=20)
 
-# Entries of a working directory, made by `make_traps`, and paths that lead out of it or nowhere.
-TRAPS = listed("""
-    ~nosuchuser/x  ~  folder  file  file/below  dangling  loop  fifo  .  ..  ../../x  folder//x
-    file.json  folder.jsonl  empty.yaml  /proc/self/mem  /proc/nonexistent/x  /proc/self/fd/1
+# Paths that lead out of a case's directory or nowhere, to a device, or to something that is no file.
+ODD_PATHS = listed("""
+    ~nosuchuser/x  ~  model  model/below  rows.jsonl/below  .  ..  ../../x  model//x  /dev/full  /proc/self/mem
+    /proc/nonexistent/x  /proc/self/fd/1
 """)
-ODD = ("", " ", "new\nline", "n" * 300, "p/" * 2_500, "x" * 5_000 + ".json", *UNPRINTABLE)
-paths = sampled_from(TRAPS) | sampled_from(TRAPS) | sampled_from(ODD)
+paths = sampled_from([*ODD_PATHS, *ODD_PATHS, " ", "new\nline", "n" * 300, "p/" * 2_500, *UNPRINTABLE])
 # Of files, steps and tensors, where a plain name is expected.
-NAMES = listed("""
-    .  ..  ../x  ../../model/config.json  /etc/passwd  /dev/zero  a/b  ²²²  ٣٣٣٣٣٣  -00001  000000  999999999  1e6
-    state.json  manifest.json  con.safetensors
-""")
-file_names = sampled_from([*NAMES, "", "000002 ", "new\nline", "n" * 300, "0" * 300, "9" * 300, *UNPRINTABLE])
-
-
-def make_traps(directory: Path) -> None:
-    """Make the files, folders and links that `TRAPS` names."""
-    for name in ("folder", "folder.jsonl"):
-        (directory / name).mkdir()
-    for name, content in (("file", "some text\n"), ("file.json", "[]"), ("empty.yaml", "")):
-        (directory / name).write_text(content)
-    (directory / "dangling").symlink_to("nowhere/at/all")
-    (directory / "loop").symlink_to("loop")
-    os.mkfifo(directory / "fifo")
-
-
+names = listed(
+    "../x  ../../model/config.json  /etc/passwd  a/b  ²²²  -00001  000000  999999999  state.json  con.safetensors"
+)
+file_names = sampled_from([*names, "", "000002 ", "new\nline", "n" * 300, "9" * 300, *UNPRINTABLE])
 EDGES = [sign * (2**bits - below) for bits in (8, 16, 31, 32, 63, 64, 100) for sign in (1, -1) for below in (0, 1)]
 numbers = st.integers(-3, 8) | sampled_from(EDGES) | st.integers()
 integers = numbers.map(str) | sampled_from(("-0", "9" * 400, "-" + "9" * 400, "9" * 5_000))
