@@ -111,7 +111,7 @@ def elementwise_fp8() -> Iterator[str]:
     for kind in ("fp8", "fp8_group"):
         quantize.activation_codes(empty(7, 28_672), kind)
     yield "fp8 activations"
-    yield from fused_quantization("fp8", "fp8_group")
+    yield from fused_quantization("fp8_group")
     n, k = 12_288, 2048
     for of_rows, of_columns in ((True, True), (True, False), (False, True)):
         fp8_backward.quantize(empty(4000, n), None, rows=of_rows, columns=of_columns)
@@ -135,64 +135,56 @@ def rotaries() -> Iterator[str]:
 
 
 def fp8_kv_cache() -> Iterator[str]:
-    """Rotations that round keys and values to e4m3, and attention that reads them from a cache.
+    """A rotation that rounds keys and values to e4m3, and attention that reads them from a cache.
 
     A prefill of several chunks with heads of 128 spills 900 bytes on sm_89, whatever the tile.
     """
-    head_dim = 64 if on_hopper() else 128
-    qkv, table, norm = empty(4096, 40 * head_dim), empty(4096, head_dim), None if on_hopper() else empty(head_dim)
-    positions, cache = empty(4096, dtype=torch.int64), empty(300, 4, 64, head_dim, dtype=torch.float8_e4m3fn)
-    rotation = rotary.Rotation(32, 4, head_dim, table, table, positions, norm, norm, 1e-6, kv_fp8=True)
-    rotary.rotary_into_pages(qkv, rotation, cache, cache, positions)
-    yield f"rotary {head_dim} into FP8"
-    pages = [[0], list(range(1, 127)), list(range(127, 260))]
-    last = 2000 if on_hopper() else 1000
-    layout, _ = flash_paged.paged_layout([0, 5, 6], [5, 1, last], [0, 2000, 0], pages, torch.device("cpu"))
     dim = 128
-    cache, table, lengths = (
-        empty(300, 8, 64, dim, dtype=torch.float8_e4m3fn),
-        empty(8, 128, dtype=torch.int32),
-        empty(8, dtype=torch.int32),
-    )
-    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5)
+    cache = empty(300, 8, 64, dim, dtype=torch.float8_e4m3fn)
+    if not on_hopper():
+        qkv, table, positions = empty(4096, 40 * 64), empty(4096, 64), empty(4096, dtype=torch.int64)
+        pages = empty(300, 4, 64, 64, dtype=torch.float8_e4m3fn)
+        rotation = rotary.Rotation(32, 4, 64, table, table, positions, None, None, 1e-6, kv_fp8=True)
+        rotary.rotary_into_pages(qkv, rotation, pages, pages, positions)
+        yield "rotary 64 into FP8"
+        layout = paged_layout(1000)
+        flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5)
+    table, lengths = empty(8, 128, dtype=torch.int32), empty(8, dtype=torch.int32)
     flash_paged.decode_attention(empty(8, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
     yield f"attention over FP8 {dim}"
 
 
-def fused_quantization(*activations: rows.Activation) -> Iterator[str]:
+def fused_quantization(activation: rows.Activation) -> Iterator[str]:
     """Quantization inside the norm and the gate."""
-    for activation in activations:
-        h = 16_384
-        fused_norm.add_rms_norm(empty(4096, h), empty(4096, h), empty(h), 1e-6, activation, True)
-        yield f"quantizing norm {activation} {h}"
-        i = 32_768
-        swiglu.swiglu(empty(4096, 2 * i), activation)
-        yield f"quantizing gate {activation} {i}"
+    fused_norm.add_rms_norm(empty(4096, 8192), empty(4096, 8192), empty(8192), 1e-6, activation, True)
+    swiglu.swiglu(empty(4096, 2 * 28_672), activation)
+    yield f"quantizing norm and gate {activation}"
 
 
 def most_demanding(family: str, grouped: bool) -> list[tuning.Tile]:
     """Of the shipped tables' tiles of each kernel, the one with the most registers per thread and, if it has another
     order of operands, of that the one with the most shared memory. What fails to compile, spills or does not fit is
-    one of these; a GPU has run every tile.
+    one of these; a GPU has run every tile. The narrow way has no branch for Hopper.
     """
     kinds: dict[str, set[tuning.Tile]] = {}
     for device in sorted(path.stem for path in tuning.TABLES.glob("*.json")):
         for named, _, entry in entries(device, grouped):
-            for tile_ in (tile_ for _, tile_ in entry.tiles if named == family and tile_.way not in NOT_FUSED):
-                kinds.setdefault("gemm" if tile_.way.endswith("first") else tile_.way, set()).add(tile_)
+            for tile_ in (t for _, t in entry.tiles if named == family and t.way in ("wide", "x_first", "w_first")):
+                kinds.setdefault("wide" if tile_.way == "wide" else "gemm", set()).add(tile_)
     found = []
     for same in kinds.values():
         registers = max(same, key=lambda t: (t.block_m * t.block_n / t.warps, t.stages, t.block_k, str(t)))
         others = {t for t in same if t.way != registers.way} or same
         memory = max(others, key=lambda t: ((t.block_m + t.block_n) * t.block_k * t.stages, -t.warps, str(t)))
-        found += [registers, memory]
+        found += dict.fromkeys((registers, memory))
     return found
 
 
 def products(*families: str) -> Iterator[str]:
     """A weight's product and that of experts: before Hopper the default tile, on Hopper the most demanding ones.
 
-    The tile with the most shared memory has a ragged shape; that of experts is the one with the most registers.
+    The tile with the most shared memory has a ragged shape. On Hopper experts have 16-bit products only, and the tile
+    with the most registers.
     """
     for family in families:
         dense = family not in tuning.BACKWARD
@@ -206,7 +198,7 @@ def products(*families: str) -> Iterator[str]:
         for number, tile_ in enumerate(most_demanding(family, False) if dense else ()):
             ragged = 72, 112 if family == "nvfp4a16" else 100  # NVFP4 has groups of 16
             yield from labelled(family, None, *(ragged if number % 2 else (4096, 4096)), tile_)
-        for tile_ in most_demanding(family, True)[::2]:
+        for tile_ in most_demanding(family, True)[:1] if not dense or family == "dense" else ():
             yield from labelled(family, groups_of(128, 8, 4096), 1536, 2048, tile_)
 
 
@@ -220,7 +212,7 @@ def labelled(family: str, given: Groups | None, n: int, k: int, tile_: tuning.Ti
 def is_wgmma(tile_: tuning.Tile) -> bool:
     """Whether a tile is meant for Hopper's warpgroup products: 64 rows of the operand that comes first."""
     first = tile_.block_m if tile_.way == "x_first" else tile_.block_n
-    return tile_.way != "narrow" and first >= 64 and tile_.warps % 4 == 0
+    return first >= 64 and tile_.warps % 4 == 0
 
 
 def product(family: str, given: Groups | None, n: int, k: int, gathered: bool, tile_: tuning.Tile | None) -> None:
@@ -264,19 +256,17 @@ def tiled_fp4(n: int, k: int) -> tuple[Tensor, Tensor]:
 
 
 def int4_in_float16() -> Iterator[str]:
-    """The fused int4 kernels with groups of 64 and a bias, in float16."""
+    """The fused int4 kernels with groups of 64 and a bias, in float16: each format in one of the two ways."""
     n, k = 4096, 4096
     tiled, x, bias = empty(n // 16, k // 128, 16, 16, dtype=torch.int32), *empty(2, 4096, k, dtype=torch.float16)
     bias, rows = bias[0], k // 128 * 2
-    for way in (tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)):
-        meta = empty(rows, n, dtype=torch.int32)
-        w4a16.w4a16(x, None, empty(n, 1, dtype=torch.float16), None, tiled, meta, bias, tile=way)
-        yield f"w4a16 float16 {way.way}"
-        nvfp4a16.nvfp4a16(x, None, *scales_fp4(n, k), *tiled_fp4(n, k), bias, tile=way)
-        yield f"nvfp4a16 float16 {way.way}"
+    narrow, wide = tuning.Tile("narrow", 16, 32, warps=2, stages=4), tuning.Tile("wide", 64, 64, stages=3)
+    meta = empty(rows, n, dtype=torch.int32)
+    w4a16.w4a16(x, None, empty(n, 1, dtype=torch.float16), None, tiled, meta, bias, tile=wide)
+    nvfp4a16.nvfp4a16(x, None, *scales_fp4(n, k), *tiled_fp4(n, k), bias, tile=narrow)
     codes, scale_x = empty(4096, k, dtype=torch.int8), empty(4096, 1, dtype=FP32)
-    w4a8.w4a8(codes, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=way)
-    yield "w4a8 group 64"
+    w4a8.w4a8(codes, scale_x, tiled, empty(rows, n, dtype=FP32), k, n, None, BF16, tile=wide)
+    yield "int4 in groups of 64"
 
 
 def dequantized_experts() -> Iterator[str]:
@@ -296,48 +286,39 @@ def _attention_operands(dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _attention_heads() -> list[tuple[int, int | None]]:
-    """Head sizes with a window, which adds to a kernel: the smallest and the largest. 256 spills before Hopper."""
-    return [(64, None), (256, None) if on_hopper() else (128, 300)]
-
-
 def attention_forward() -> Iterator[str]:
-    """Packed forward, in one chunk and in several."""
+    """Packed forward, in one chunk and in several, of the smallest and the largest heads; 256 spills before Hopper."""
     layout = flash_layout.packed_layout([(600, [500] * 8)], torch.device("cpu"))
-    for dim, window in _attention_heads():
+    for dim, window in ((64, None), (256, None) if on_hopper() else (128, 300)):
         q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
         flash_forward.attention_forward(q, k, v, layout, dim**-0.5, window)
         yield f"attention-{dim} forward window {window}" + " wgmma" * on_hopper()
 
 
 def attention_backward() -> Iterator[str]:
-    """Heads of 256 with a window would spill 120 bytes with Triton 3.9, none with 3.6."""
-    layout = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu"))
-    for dim, window in _attention_heads()[not on_hopper() :]:
-        q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
-        out, lse = empty(*q.shape), empty(16, layout.tokens, dtype=FP32)
-        flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, window)
-        yield f"attention-{dim} backward window {window}"
+    layout, dim = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu")), 128
+    q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
+    out, lse = empty(*q.shape), empty(16, layout.tokens, dtype=FP32)
+    flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, 300)
+    yield f"backward {dim}"
 
 
-def attention_decode() -> Iterator[str]:
-    """Decodes whose chunks are shared out, of the smallest heads and of the largest."""
-    for dim, heads, kv_heads, sequences in ((64, 9, 3, 8), (256, 16, 8, 8))[not on_hopper() :]:
-        cache, lengths = empty(300, kv_heads, 64, dim), empty(sequences, dtype=torch.int32)
-        table = empty(sequences, 128, dtype=torch.int32)
-        q = empty(sequences, heads, dim)
-        flash_paged.decode_attention(q, cache, cache, table, lengths, dim**-0.5, None, 8192)
-        yield f"decode-{dim} {heads} {sequences}"
+def paged_layout(last: int) -> flash_layout.PackedLayout:
+    """Prefill of two spans, the last one of `last` tokens, and decode of one."""
+    pages = [[0], list(range(1, 127)), list(range(127, 260))]
+    return flash_paged.paged_layout([0, 5, 6], [5, 1, last], [0, 2000, 0], pages, torch.device("cpu"))[0]
 
 
 def attention_paged() -> Iterator[str]:
-    """Prefill of two spans and decode of one, pages of either order of axes."""
-    pages = [[0], list(range(1, 127)), list(range(127, 260))]
-    layout, _ = flash_paged.paged_layout([0, 5, 6], [5, 1, 2000], [0, 2000, 0], pages, torch.device("cpu"))
-    dim, axis, shape, window = (64, 1, (32, 8), None) if on_hopper() else (128, 2, (8, 16), 300)
-    cache = empty(300, *shape, dim)
-    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, window, axis)
-    yield f"attention paged {dim} axis {axis} window {window}"
+    """Prefill and decode in one launch with a window, and decodes of the largest heads, whose chunks are shared out."""
+    layout, dim = paged_layout(2000), 128
+    cache = empty(300, 8, 16, dim)
+    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, 300, 2)
+    yield f"paged {dim}"
+    dim = 256
+    cache, table, lengths = empty(300, 8, 64, dim), empty(8, 128, dtype=torch.int32), empty(8, dtype=torch.int32)
+    flash_paged.decode_attention(empty(8, 16, dim), cache, cache, table, lengths, dim**-0.5, None, 8192)
+    yield f"decode {dim}"
 
 
 def head_statistics() -> Iterator[str]:
@@ -345,10 +326,9 @@ def head_statistics() -> Iterator[str]:
     targets = empty(4096, dtype=torch.int64)
     head.statistics(empty(4096, 2048), empty(151_936, 2048), targets, head.Logits(1.0, -3.0))
     yield "head 151936"
-    truncation = Truncation(min_p=0.05) if on_hopper() else Truncation(0.7)
-    head.fused_distribution(empty(64, 2048), empty(151_936, 2048), truncation)
-    yield f"distribution {truncation}"
     if not on_hopper():
+        head.fused_distribution(empty(64, 2048), empty(151_936, 2048), Truncation(0.7))
+        yield "distribution"
         fp16 = {"dtype": torch.float16}
         head.statistics(empty(4096, 100, **fp16), empty(1000, 100, **fp16), targets, head.Logits(1.0, -3.0))
         yield "head float16, pointers"
@@ -363,10 +343,11 @@ def head_gradients() -> Iterator[str]:
     parts = targets, row, None, head.Logits(0.7, None), found
     head._logit_gradient(empty(rows, 2048), empty(8192, 2048), empty(rows, 8192), 8192, *parts)
     yield "gradient" + " wgmma" * hopper
-    x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
-    parts = targets, row, row, head.Logits(1.0, -3.0), found
-    head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
-    yield "pointers, gradient in float16"
+    if not hopper:
+        x, w = empty(rows, 100, dtype=torch.float16), empty(1000, 100, dtype=torch.float16)
+        parts = targets, row, row, head.Logits(1.0, -3.0), found
+        head._logit_gradient(x, w, empty(rows, 1000, dtype=FP32), 0, *parts)
+        yield "pointers, gradient in float16"
 
 
 def fp8_backward_products() -> Iterator[str]:

@@ -7,6 +7,7 @@ os.environ.pop("TRITON_INTERPRET", None)  # interpreted kernels cannot be compil
 
 import compile_cases  # noqa: F401 - imported for the forks, with torch and every kernel
 import triton
+import triton.experimental.gluon  # else each fork imports it, to specialise arguments
 from compiling import compile_case
 from qarl_kernels.launch import INTERPRETED
 
