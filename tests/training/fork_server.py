@@ -5,7 +5,10 @@ import sys
 
 import forked_popen
 import torch.utils.tensorboard  # noqa: F401 - imported for the forks
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from forks import run_program
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 import qarl.exporting.verify
 import qarl.report.run_report
@@ -13,6 +16,8 @@ import qarl.training.loop  # noqa: F401
 from qarl import cli
 from qarl.comparison import start_members
 from qarl.rollout.vllm import process
+
+get_checkpoint_conversion_mapping("llama")  # it compiles hundreds of patterns, once per process
 
 
 def run(argv: list[str], cwd: str = ".", before: str = "", program: str = "qarl") -> None:
