@@ -13,7 +13,7 @@ import pytest
 import torch
 from ranks import output, run_ranks, start_ranks, wait_ranks
 
-from qarl.distributed.ranks import SingleProcess, total
+from qarl.distributed.ranks import total
 from qarl.distributed.together import together
 
 HERE = __file__
@@ -80,25 +80,11 @@ def test_every_rank_gathers_the_values_and_faults_of_all() -> None:
     assert [of["share"] for of in found] == [[0, 1, 2], [3, 4], [5, 6]]
 
 
-def test_collectives_of_a_single_process_return_at_once() -> None:
-    with SingleProcess() as ranks:
-        assert ranks.gather({"a": 1}) == [{"a": 1}] and ranks.signal(2) == 2 and ranks.first
-        ranks.all_agree()
-        with pytest.raises(KeyError):
-            ranks.all_agree(KeyError("x"))
-    with pytest.raises(OSError, match="x"), SingleProcess():
-        raise OSError("x")
-
-
 def meets(group, sleeps_s, longer_s):
     started = time.monotonic()
     group.barrier()  # no rank sleeps before every clock runs
     together(group, lambda: time.sleep(sleeps_s * group.rank), longer_s)
     return time.monotonic() - started
-
-
-def test_ranks_wait_longer_for_work_that_may_take_longer() -> None:
-    assert min(run_ranks(2, f"{HERE}:meets", {"sleeps_s": 3.5, "longer_s": 60}, timeout_s=3)) >= 3.5
 
 
 def test_a_rank_that_does_not_come_is_named_after_the_timeout() -> None:

@@ -27,7 +27,6 @@ from qarl.storage import pieces as storage_pieces
 from qarl.storage import tensorfile
 from qarl.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
 from qarl.storage.manifest import encode
-from qarl.storage.pieces import Files, Piece
 from qarl.storage.tensorfile import safetensors_chunks
 
 
@@ -58,8 +57,8 @@ def listing(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-@pytest.mark.parametrize("seed", [None, *range(3)])
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("seed", [None, 0, 1])
 def test_any_cut_is_read_back_whole_and_in_ranges(tmp_path, count, seed):
     paths = save(tmp_path, count, 3, seed=seed)
     assert paths == [tmp_path / "000003"] * count and os.readlink(tmp_path / "latest") == "000003"
@@ -116,32 +115,6 @@ def test_two_formats_live_beside_each_other_and_are_pruned(tmp_path):
     assert CheckpointStore.load(tmp_path / "latest").ranks == 2
 
 
-def test_tensors_that_ranks_do_not_cover_once_are_not_saved(tmp_path):
-    def work(ranks: Ranks) -> Path:
-        values = torch.arange(6.0)
-        start = 2 if ranks.rank else 0
-        pieces = [Piece("masters", "w", (6,), start, values[start : start + 3])]
-        return CheckpointStore(tmp_path, 0, ranks).save(1, pieces, {})
-
-    first, second = as_threads(2, work)
-    assert isinstance(first, AssertionError) and "'w': elements [2, 3) are in two files" in str(first)
-    assert isinstance(second, OtherRankFailed) and listing(tmp_path) == []
-
-
-def test_files_that_the_first_rank_does_not_see_are_not_saved(tmp_path, monkeypatch):
-    (tmp_path / "elsewhere").mkdir()
-    real = module.write_files
-
-    def write(directory: Path, pieces: list[Piece], files: Files, whole: bool) -> dict[str, Any]:
-        second = any("r0002" in file for members in files.values() for file in members)
-        return real(tmp_path / "elsewhere" if second else directory, pieces, files, whole)
-
-    monkeypatch.setattr(module, "write_files", write)
-    first, second = save(tmp_path / "checkpoints", 2, 1)
-    assert type(first) is UserError and "r0002-of-0002.safetensors: is not what another rank wrote" in str(first)
-    assert isinstance(second, OtherRankFailed) and listing(tmp_path / "checkpoints") == []
-
-
 # --- a disk that refuses
 
 
@@ -160,9 +133,7 @@ def refuse_on(monkeypatch: pytest.MonkeyPatch, word: str, code: int) -> None:
 @pytest.mark.parametrize(
     "file, culprit, code",
     [
-        ("masters-r0001", 0, errno.EDQUOT),
         ("optimizer-r0002", 1, errno.ENOSPC),
-        ("state.json", 0, errno.EIO),
         ("manifest.json", 0, errno.ENOSPC),
     ],
 )
@@ -213,21 +184,10 @@ def edited(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
 
 
 ONE, TWO = "masters-r0001-of-0002.safetensors", "masters-r0002-of-0002.safetensors"
-NAME = "embed.weight"  # (5, 24), of which the first rank has three rows
 DAMAGE = {
     "flipped byte of the second rank": (lambda c: flip(c / TWO), f"{TWO}: the digest does not match"),
-    "flipped optimizer byte": (lambda c: flip(c / TWO.replace("masters", "optimizer")), "the digest does not match"),
     "missing piece file": (lambda c: (c / TWO).unlink(), f"{TWO}: missing"),
-    "truncated": (lambda c: os.truncate(c / ONE, 100), f"{ONE}: 100 bytes"),
-    "edited manifest": (
-        lambda c: (c / "manifest.json").write_text(
-            (c / "manifest.json").read_text().replace('"ranks": 2', '"ranks": 3')
-        ),
-        "manifest.json: its own digest",
-    ),
     "no shapes": (edited(lambda m: m.pop("shapes")), "manifest.json: shapes is missing"),
-    "odd pieces": (edited(lambda m: m["pieces"][ONE].update({NAME: [0, 1, 2]})), "manifest.json: pieces."),
-    "no number of ranks": (edited(lambda m: m.update(ranks=0)), "manifest.json: ranks = 0"),
     "not among the files": (
         edited(lambda m: m["files"].pop(TWO)),
         f"manifest.json: does not list {TWO} among its files",
@@ -255,7 +215,7 @@ def test_damage_is_named_and_all_ranks_take_the_previous_checkpoint(two, tmp_pat
         assert_is_step(found, 1)
         return found.step, skipped
 
-    results = [result for count in (1, 3) for result in as_threads(count, work)]
+    results = [result for count in (1, 2) for result in as_threads(count, work)]
     assert {step for step, _ in results} == {1}, results
     for _, skipped in results:
         assert len(skipped) == 1 and reason in skipped[0] and "\n" not in skipped[0]
@@ -266,19 +226,10 @@ def test_damage_is_named_and_all_ranks_take_the_previous_checkpoint(two, tmp_pat
     assert all(type(error) is CheckpointDamaged and reason in str(error) for error in told)
 
 
-def test_every_rank_raises_if_all_checkpoints_are_damaged(two, tmp_path):
-    directory = tmp_path / "checkpoints"
-    shutil.copytree(two, directory, symlinks=True)
-    for step in (1, 2):
-        flip(directory / f"00000{step}" / ONE)
-    told = as_threads(2, lambda ranks: CheckpointStore(directory, 0, ranks).latest_valid(lambda line: None))
-    assert all(type(error) is UserError and "all 2 checkpoints are damaged" in str(error) for error in told)
-
-
 # --- damage of any kind
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", ONE, TWO.replace("masters", "optimizer")])
+@pytest.mark.parametrize("file", ["manifest.json", TWO])
 def test_any_damage_gives_a_checkpoint_or_one_line(two, tmp_path, file):
     refused, folder = set(), tmp_path / "000002"
 
@@ -297,6 +248,6 @@ def test_any_damage_gives_a_checkpoint_or_one_line(two, tmp_path, file):
         except Exception as error:
             raise AssertionError(f"{number}: {what}") from error
 
-    for number in range(30):
+    for number in range(20):
         with_draws("3", f"{file}-{number}", partial(check, number))
     assert len(refused) > 5

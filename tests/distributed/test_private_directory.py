@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qarl.cli.private_directory import LOCK, rendezvous_directory
+from qarl.cli.private_directory import rendezvous_directory
 
 
 @pytest.fixture(autouse=True)
@@ -42,17 +42,3 @@ def test_a_directory_stays_while_a_rank_of_a_killed_launcher_lives(temporary: Pa
         with rendezvous_directory():
             time.sleep(0.01)
     assert not Path(folder).exists()
-
-
-def test_directories_without_a_launchers_lock_stay(temporary: Path) -> None:
-    made = [temporary / f"qarl-ranks-{name}" for name in ("begins", "file", "link", "linked")]
-    made[0].mkdir()
-    made[1].touch()
-    (temporary / "elsewhere").mkdir()
-    (temporary / "elsewhere" / LOCK).touch()
-    made[2].symlink_to(temporary / "elsewhere")
-    made[3].mkdir()
-    (made[3] / LOCK).symlink_to(temporary / "elsewhere" / LOCK)
-    with rendezvous_directory():
-        assert all(path.exists() for path in made)
-    assert (temporary / "elsewhere" / LOCK).exists()

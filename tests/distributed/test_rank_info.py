@@ -10,7 +10,6 @@ from test_ranks_launch import CONFIG, MODEL
 
 from qarl import cli
 from qarl.checks.check_ranks import several_ranks_faults
-from qarl.cli.launch import Launched
 from qarl.config import load_config
 from qarl.distributed.fault import Fault, OtherRankFailed, fault_of, forget_fault, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
@@ -155,38 +154,7 @@ def test_ranks_that_a_launcher_started_are_not_started_again(config: Path, monke
     assert "a launcher has started 2 ranks already" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["distributed.zero_stage=2"], "distributed.zero_stage = 2: is only for DeepSpeed"),
-        (["distributed.config={wall_clock_breakdown: true}"], "is only for DeepSpeed"),
-        (["distributed={engine: deepspeed, config: {optimizer: {}}}"], "config.optimizer = {}: is decided elsewhere"),
-        (
-            ["distributed={engine: deepspeed, config: {zero_optimization: {stage: 1}}}"],
-            "set distributed.zero_stage",
-        ),
-        (["distributed.timeout_s=0"], "distributed.timeout_s = 0"),
-    ],
-)
-def test_a_section_that_contradicts_itself_is_refused(config: Path, overrides: list[str], said: str) -> None:
-    with pytest.raises(UserError, match=said.replace("{", r"\{").replace("}", r"\}")):
-        load_config(config, overrides)
-
-
-def test_the_default_stage_of_deepspeed_is_three(config: Path) -> None:
-    assert load_config(config).distributed.zero_stage is None
-    assert load_config(config, ["distributed.engine=deepspeed"]).distributed.zero_stage == 3
-    assert load_config(config, ["distributed={engine: deepspeed, zero_stage: 0}"]).distributed.zero_stage == 0
-
-
 def test_a_run_resumes_with_another_engine() -> None:
     theirs = {"distributed": {"engine": "rows", "timeout_s": 600.0}, "train": {"seed": 0}}
     ours = {"distributed": {"engine": "deepspeed", "timeout_s": 60.0}, "train": {"seed": 0}}
     assert config_difference(theirs, ours) == []
-
-
-def test_a_real_time_signal_without_a_name_is_reported_by_its_number(tmp_path: Path) -> None:
-    launched = Launched([], 0, tmp_path, tmp_path)
-    launched._ended(0, -40)
-    assert launched.codes == {0: 168}
-    assert launched.faults[0].line == "was ended by signal 40"

@@ -18,7 +18,7 @@ from qarl.errors import UserError
 # --- environments
 
 LAUNCHED = {"WORLD_SIZE": "4", "RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "h", "MASTER_PORT": "29500"}
-JUNK = ("junk", "-1", "1.5", "0x1", "1e3", " 1", "1\n2", "٣", "9" * 5000, "\udcff", "nan", "--", "1,2")
+JUNK = ("junk", "-1", "1.5", "0x1", " 1", "٣", "9" * 5000)
 # Changes of LAUNCHED -> the variable that is wrong.
 WRONG = [
     *(({name: text}, name) for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT") for text in JUNK),
@@ -26,8 +26,8 @@ WRONG = [
     *(({"RANK": text}, "WORLD_SIZE") for text in (None, "")),
     *(({name: text}, name) for name in ("RANK", "LOCAL_RANK") for text in ("4", "5")),
     ({"WORLD_SIZE": "1"}, "RANK"),
-    *(({"MASTER_ADDR": text}, "MASTER_ADDR") for text in (None, "", "a b", "h/x", "x" * 64, "http://h", "\udcff", " ")),
-    *(({"MASTER_PORT": text}, "MASTER_PORT") for text in (None, "", "0", "65536", "99999")),
+    *(({"MASTER_ADDR": text}, "MASTER_ADDR") for text in (None, "", "a b", "http://h")),
+    *(({"MASTER_PORT": text}, "MASTER_PORT") for text in (None, "", "0", "65536")),
     ({"QARL_RANKS": "/no/such/directory"}, "QARL_RANKS"),
 ]
 RIGHT: list[tuple[dict[str, str | None], RankInfo | None]] = [
@@ -90,9 +90,7 @@ def nobody() -> Iterator[int]:
 
 
 LISTENERS: dict[str, tuple[Callable, str]] = {
-    "mute, accepts": (lambda: listener(lambda connection: None), "did not answer as torch's store"),
     "mute, does not accept": (lambda: listener(None), "did not answer as torch's store"),
-    "closes": (lambda: listener(lambda connection: connection.close()), ""),
     "talks": (lambda: listener(lambda connection: connection.sendall(b"SSH-2.0-x\r\n" * 99)), ""),
     "nobody": (nobody, "cannot be reached within"),
 }
@@ -111,11 +109,6 @@ def test_a_rank_without_a_store_fails_in_time(kind: str) -> None:
 def test_the_first_rank_does_not_take_the_port_of_another_program() -> None:
     with listener(lambda connection: None) as port, pytest.raises(UserError, match=f"127.0.0.1:{port} is in use: "):
         Rendezvous(RankInfo(0, 2, 0, None, ("127.0.0.1", port))).store(60)
-
-
-def test_an_unknown_host_is_one_line() -> None:
-    with pytest.raises(UserError, match=r"no.such.host.invalid:1 cannot be reached within"):
-        Rendezvous(RankInfo(1, 2, 1, None, ("no.such.host.invalid", 1))).store(0.5)
 
 
 def test_a_missing_rank_is_named_in_time() -> None:
@@ -138,19 +131,3 @@ def test_a_second_process_of_the_same_rank_is_refused() -> None:
     with pytest.raises(UserError, match=r"^RANK: 1: another process of the 3 ranks has it too"):
         Group(second, torch.device("cpu"), 0.5)
     del store
-
-
-@pytest.mark.slow
-def test_a_real_launch_without_its_second_rank_is_one_line(tmp_path: Path) -> None:
-    from test_ranks_launch import Run
-
-    port = str(free_port())
-    environment = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        run = Run(tmp_path, "hang", count=1, alone=True)
-        assert run.process.wait(60) == 2
-    said = (tmp_path / "stderr").read_text()
-    assert said.startswith("error: rank 1 of 2: has not started within 4 s (distributed.timeout_s)"), said
-    assert said.count("\n") == 1, said

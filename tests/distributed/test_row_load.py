@@ -8,13 +8,12 @@ from damaged_models import Weights, gguf_of
 from policy_models import load
 from ranks import run_ranks
 from row_runs import CPU, Case, exchange_of, loss_of, sha
-from thread_ranks import as_threads
 
 from qarl.config import ModelConfig
-from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
+from qarl.distributed.ranks import SingleProcess
 from qarl.distributed.rows import RowPlan
 from qarl.policy.load import load_model
-from qarl.policy.load_rows import in_turn, load_rows
+from qarl.policy.load_rows import load_rows
 from qarl.training.row_setup import build_rows
 from qarl.training.setup import build_policy
 from qarl.training.updates import LocalUpdates
@@ -61,18 +60,6 @@ def test_ranks_read_their_rows_of_the_whole_model(models) -> None:
                     cut = plan.cut(name)[rank]
                     own = tensor.detach()[cut.start : cut.stop]
                     assert rows[name] == [list(own.shape), sha(own)], (label, name)
-
-
-def test_a_fault_of_one_rank_in_its_turn_ends_the_others() -> None:
-    def fail_on_the_first(ranks: Ranks) -> None:
-        def work() -> None:
-            if ranks.first:
-                raise ValueError("mine")
-
-        in_turn(ranks, work)
-
-    first, second = as_threads(2, fail_on_the_first)
-    assert isinstance(first, ValueError) and isinstance(second, OtherRankFailed) and "ValueError: mine" in str(second)
 
 
 LEARNERS = {

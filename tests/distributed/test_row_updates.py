@@ -14,16 +14,10 @@ CASES = {
         "qwen3",
         Case("", {"quant": {"group_size": 64, "symmetric": False}, "model": {"dtype": "float16"}}),
     ),
-    "fp8, biases": ("qwen2", Case("", {"quant": {"scheme": "fp8"}})),
-    "w8a8, loss scale, moments on the host": (
-        "qwen3",
-        Case("", {"quant": {"scheme": "w8a8"}, "optim": {"loss_scale": 64.0, "offload": "moments"}}),
-    ),
     "bf16, masters in bfloat16": (
         "mistral",
         Case("", {"quant": {"scheme": "bf16"}, "optim": {"master_dtype": "bfloat16"}}),
     ),
-    "muon": ("qwen2", Case("", {"optim": {"name": "muon", "lr": 1e-2, "adamw_lr": 1e-3}}, steps=3)),
     "masters on the host, in bfloat16, one gradient that is not finite": (
         "qwen3",
         Case("", {"optim": {"offload": "all", "master_dtype": "bfloat16"}}, steps=3, broken=(1, 0)),

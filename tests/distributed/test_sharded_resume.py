@@ -1,9 +1,7 @@
 """Checkpoints of several ranks: another number of ranks resumes with the same bits; ranks die or fail while saving."""
 
 import os
-import resource
 import signal
-import socket
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -178,33 +176,3 @@ def test_a_rank_killed_in_a_save_leaves_a_whole_checkpoint(tmp_path, victim, at,
 
 
 # --- a disk that refuses one of them half-way through a file
-
-
-def is_refused(ranks: Ranks, folder: str) -> list[str]:
-    """A save that fails on rank 1, then one that succeeds: the error, and the directory in between."""
-    pieces = cut_rows({"masters": {"w": torch.ones(100, 100)}, "optimizer": {}}, ranks.rank, ranks.count)
-    store = CheckpointStore(Path(folder), 1, ranks)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if ranks.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
-    try:
-        store.save(2, pieces, {"step": 2})
-    except Exception as error:
-        told = [type(error).__name__, str(error)]
-    ranks.barrier()  # the first rank has removed what was written
-    told.append(",".join(sorted(os.listdir(folder))))
-    ranks.barrier()
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    store.save(3, pieces, {"step": 3})
-    return told
-
-
-def test_a_write_that_fails_on_one_rank_fails_on_all_and_the_next_one_succeeds(tmp_path):
-    folder = tmp_path / "checkpoints"
-    CheckpointStore(folder, 1).save(1, whole_pieces(some_tensors(1)), {"step": 1})
-    first, second, third = run_ranks(3, f"{HERE}:is_refused", {"folder": str(folder)})
-    kind, line, there = second
-    assert kind == "UserError" and line.startswith(f"{folder / '000002'}: cannot be written: File too large; ")
-    assert first == third == ["OtherRankFailed", f"rank 1 on {socket.gethostname()}: {line}", there]
-    assert there == "000001,latest"
-    assert CheckpointStore(folder, 1).latest_valid(pytest.fail).state == {"step": 3}

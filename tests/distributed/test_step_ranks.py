@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,14 +21,12 @@ from qarl.errors import UserError
 from qarl.memory.sizes import decide_sizes
 from qarl.objectives.common import TokenLogProbs
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_architecture
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training import step
 from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.learner import Learner
-from qarl.training.profiler import StepProfiler
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
@@ -259,34 +256,6 @@ def test_the_last_epochs_log_probs_are_kept_even_if_another_rank_had_the_respons
         assert probe.tokens(batch).weights.tolist() == [x for _, _, weights in expected for x in weights]
 
     run_threads(2, last)
-
-
-def test_a_profile_counts_the_work_of_its_own_rank(llama):
-    class Counting(StepProfiler):
-        """Traces nothing."""
-
-        phase = Observer.phase
-
-        def __init__(self, run: SimpleNamespace) -> None:
-            super().__init__(Path(), 1, run, load_architecture(run.config.model))
-            self.names: list[str] = []
-
-        def _enter(self, name: str) -> None:
-            self.names.append(name)
-            super()._enter(name)
-
-    def profiled(ranks: Ranks) -> Counting:
-        run = make(llama, ranks, train={"micro_batch_tokens": 24})
-        watch = Counting(run)
-        step.rl_step(run.config, run, 0, Observers([watch]))
-        return watch
-
-    alone, ranks = profiled(SingleProcess()), run_threads(2, profiled)
-    assert sum(rank._flops["rollout"] for rank in ranks) == alone._flops["rollout"]
-    for name in ("snapshot", "forward", "backward"):
-        assert all(0 < rank._flops[name] < alone._flops[name] for rank in ranks), name
-    for watch in (alone, *ranks):
-        assert watch.names.count("optimizer") == 2 and watch.names[-1] == "optimizer"
 
 
 # --- faults

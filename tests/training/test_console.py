@@ -4,9 +4,8 @@ import io
 import os
 
 import pytest
-from rich.console import Console
 
-from qarl.terminal.run_console import TABLE_METRICS, RunConsole
+from qarl.terminal.run_console import RunConsole
 
 
 class Terminal(io.StringIO):
@@ -32,16 +31,6 @@ def test_without_a_terminal_there_is_one_line_a_step():
         "step 1/20  reward/mean 0.25  mismatch/delta_abs_max 0  time/step_s 12.35",
         "step 2/20  reward/mean nan",
     ]
-
-
-@pytest.mark.parametrize("width, last", [(60, "delta"), (80, "step"), (120, "quant")])
-def test_the_table_leaves_out_what_a_narrow_terminal_has_no_room_for(width, last):
-    stream = io.StringIO()
-    console = RunConsole("rich", 1000, stream)
-    console._console = Console(file=stream, width=width, force_terminal=True, color_system=None)
-    console.step(1, dict.fromkeys(TABLE_METRICS, 0.0001234))
-    console._console.print(console._table())
-    assert "…" not in stream.getvalue() and last in stream.getvalue()
 
 
 def test_none_prints_nothing(tmp_path):

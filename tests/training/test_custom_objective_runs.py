@@ -89,10 +89,3 @@ def test_a_fault_in_a_step_is_one_line_and_what_is_finished_stays(place):
     done = place.train("train.run_dir=other")
     assert done.code == 2 and done.err.count("\n") == 1, done.err
     assert "objective.path: `own.py:cispo`: its value is nan at a token of advantage" in done.err
-
-
-def test_what_cannot_be_loaded_is_refused_before_the_model_is(place):
-    done = place.train("objective.path=own.py:nothing")
-    assert done.code == 2 and done.err.count("\n") == 1
-    assert "there is no `nothing` in it; its functions: cispo" in done.err
-    assert "model" not in done.out.splitlines()[-1] and not (place.folder / "run").exists()

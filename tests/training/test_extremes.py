@@ -35,14 +35,13 @@ OF_EXPERTS = ("router_aux_coef", "router_z_coef", "router_shift_floor", "routing
 SECTIONS: dict[str, dict[str, Any]] = {
     "tbpo": {},
     "dual_clip_grpo": {"correction": {"level": "token"}, "optim": {"name": "muon", "schedule": "linear"}},
-    "mis_gspo": {"optim": {"schedule": "cosine"}},
-    "sapo": {"correction": {"level": "geometric", "normalize": True}, "quant": {"learner": "full_precision"}},
+    "mis_gspo": {"optim": {"schedule": "cosine"}, "quant": {"learner": "full_precision"}},
 }
 
 
 @pytest.mark.parametrize(
     ("objective", "top"),
-    [("tbpo", True), ("tbpo", False), ("dual_clip_grpo", False), ("mis_gspo", True), ("sapo", True)],
+    [("tbpo", True), ("dual_clip_grpo", False), ("mis_gspo", True)],
 )
 def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, top):
     small = {"train": {"steps": 2, "prompts_per_step": 2, "minibatch_size": 2}, "rollout": {"n": 2}}

@@ -163,26 +163,6 @@ COSTLY = [f"diagnostics.{name}_every=1" for name in ("shadow", "deployed", "cros
 LEARNER = ["quant.learner=full_precision", "model.learner_dtype=float32", "objective.kl_coef=0.1"]
 
 
-def test_a_run_whose_rule_rejects_everything_says_so_once_and_counts_what_pruning_drops(runs):
-    rule = "correction.reject=[{estimator: k3, aggregate: sum, upper: 1e-30}]"
-    dvp = ["objective.name=rloo", "objective.dvp_rho=0.2", "quant.learner=full_precision", "train.steps=12"]
-    small = [
-        "train.prompts_per_step=2",
-        "train.minibatch_size=8",
-        "rollout.max_response_length=4",
-        "logging={rollouts_every: 20, tensorboard: false}",
-        "checkpoint={every: 12, save_final: false}",
-    ]
-    done = runs.train(rule, *dvp, *small)
-    assert done.code == 0, done.err
-    warnings = [line for line in done.out.splitlines() if line.startswith("warning: ")]
-    (minibatch,) = (line for line in warnings if "in one minibatch" in line)
-    (rejected,) = (line for line in warnings if line != minibatch)
-    assert "lower objective.dvp_rho (0.2)" in minibatch
-    assert rejected.startswith("warning: step 10: the correction (reject sum k3 of corr outside [none, 1e-30])")
-    assert any(record["policy/outside_frac"] > 0.0 for record in recorded(runs.run))
-
-
 def test_diagnostics_and_rollout_tensors_say_what_metrics_say_and_change_nothing(runs):
     done = runs.train(*LEARNER, "diagnostics.tokens=50")
     assert done.code == 0, done.err
@@ -256,18 +236,6 @@ def test_going_back_to_an_earlier_checkpoint_forgets_what_came_after(runs):
     done = runs.train("train.steps=2", "checkpoint.keep_last=0", f"checkpoint.resume={runs.run}/checkpoints/000001")
     assert done.code == 0, done.err
     assert runs.steps() == [1, 2] and runs.checkpoints() == ["000001", "000002", "latest"]
-
-
-def test_starting_from_the_checkpoint_of_another_run_saves_it_again_when_stopped(finished):
-    other = finished.folder / "other"
-    done = finished.train(
-        f"train.run_dir={other}",
-        f"checkpoint.resume={finished.run}/checkpoints/latest",
-        "train.steps=3",
-        before=signal_in_rollout(1, "SIGINT"),
-    )
-    assert done.code == 130, done.err
-    assert (other / "checkpoints" / "000002").is_dir()
 
 
 def test_a_checkpoint_of_another_model_is_refused_and_no_directory_is_made(finished, tiny_model):

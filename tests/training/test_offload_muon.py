@@ -18,8 +18,6 @@ from qarl.training.muon import BatchedMuon
 from qarl.training.offload_muon import OffloadedMuon
 from qarl.training.optim import build_optimizer, round_masters
 
-needs_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU, whose state the host keeps")
-
 
 @pytest.mark.parametrize(
     ("masters", "change", "rounded"),
@@ -94,23 +92,3 @@ def test_a_saved_state_goes_on_bit_for_bit_wherever_it_was_kept(way, monkeypatch
         assert torch.equal(optimizer.masters()[name].to(DEVICE), restored.masters()[name].to(DEVICE)), name
     mine, theirs = restored.state_tensors()[0], optimizer.state_tensors()[0]
     assert mine.keys() == theirs.keys() and all(torch.equal(mine[k].cpu(), theirs[k].cpu()) for k in mine)
-
-
-@needs_gpu
-def test_momenta_are_in_pinned_memory_and_many_loads_stream_while_others_compute() -> None:
-    """Steps that follow each other at once, so that the way out of one meets the way in of the next."""
-    shapes = [(1024, 3000)] * 6 + [(3000, 1024)] * 3
-    theirs, ours = matrices(3, shapes), matrices(3, shapes)
-    budget = 2 * (3 * 1024 * 3000 + 2 * 1024 * 1024)
-    reference = OffloadedMuon([{"params": theirs}], **OPTIONS, budget=budget)  # a matrix at a time, waited for
-    optimizer = OffloadedMuon([{"params": ours}], **OPTIONS, budget=budget, masters=True)
-    for step in range(5):
-        for members, one in ((theirs, reference), (ours, optimizer)):
-            for parameter, gradient in zip(members, matrices(50 + step, shapes), strict=True):
-                parameter.grad = gradient.detach()
-            one.step()
-            if one is reference:
-                torch.cuda.synchronize()
-    optimizer.settle()
-    assert all(m.is_pinned() for moments in optimizer.host.moments.values() for m in moments)
-    assert all(torch.equal(optimizer.values[mine].to(DEVICE), their) for mine, their in zip(ours, theirs, strict=True))

@@ -88,19 +88,6 @@ def test_there_is_nothing_to_offload_from_on_a_cpu() -> None:
 
 
 @needs_gpu
-def test_the_moments_are_in_pinned_memory_of_the_host() -> None:
-    members = parameters()
-    named = [(f"model.layers.{i}.weight", parameter) for i, parameter in enumerate(members)]
-    optimizer = build_optimizer(named, OptimConfig(offload="moments"))
-    set_gradients(members, 0)
-    optimizer.step()
-    tensors, _ = optimizer.state_tensors()
-    moments = [tensor for name, tensor in tensors.items() if not name.endswith("/step")]
-    assert len(moments) == 2 * len(SHAPES)
-    assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in moments if tensor.numel())
-
-
-@needs_gpu
 def test_large_tensors_stream_through_many_buckets_while_others_compute() -> None:
     """Steps that follow each other at once, so that the way out of one meets the way in of the next."""
     theirs, ours = ([Parameter(torch.randn(3000, 1001, device=DEVICE)) for _ in range(4)] for _ in range(2))

@@ -2,24 +2,15 @@
 
 import gzip
 import json
-import math
-import time
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import torch
 from run_faults import repeatable
-from tiny_runs import Parts, live, parts, settings, write_config
+from tiny_runs import settings, write_config
 
-from qarl.batch.batch import Batch
-from qarl.policy.load_config import load_architecture
-from qarl.rewards import RewardResult
 from qarl.training.flops import forward_flops
 from qarl.training.profile_page import PARTS, host_shares, on_device, page
-from qarl.training.profiler import StepProfiler
-from qarl.types import Prompt, Rollout
 
 
 def kernel(name: str, ts: float, dur: float, correlation: int, moved: int | None = None) -> dict:
@@ -104,91 +95,6 @@ def test_flops_count_what_a_forward_multiplies():
     pairs = sum(min(position + 1, window or 9) for position in positions for window in windows)
     assert forward_flops(shape, *asked, windows) == 2 * 1000 * 6 + 2 * 10 * 4 * 5 + 4 * 3 * 5 * pairs
     assert forward_flops(shape, *asked, [9] * 3) == forward_flops(shape, *asked)
-
-
-class Named(StepProfiler):
-    """Takes note of the parts that it enters, and traces nothing."""
-
-    def __init__(self, run: Parts) -> None:
-        shape = load_architecture(run.config.model)
-        owner = SimpleNamespace(policy=run.policy, learner=run.learner, updates=run.learner.updates)
-        super().__init__(Path(), 1, owner, shape)
-        self.names: list[str] = []
-
-    def _enter(self, name: str) -> None:
-        self.names.append(name)
-        super()._enter(name)
-
-    @property
-    def flops(self) -> dict[str, float]:
-        return dict(self._flops)
-
-    @property
-    def updates(self) -> int:
-        return self._updates
-
-
-def profiled(run: Parts, batch: Batch) -> Named:
-    watch = Named(run)
-    run.learn(batch, watch=watch)
-    return watch
-
-
-@pytest.mark.parametrize(("tokens", "forwards"), [(10_000, {1}), (40, {2, 3}), (1, {8})])
-def test_an_optimizer_step_comes_behind_any_number_of_micro_batches(llama, tokens, forwards):
-    run = parts(llama, train={"micro_batch_tokens": tokens})
-    batch = live(run)
-    watch = profiled(run, batch)
-    minibatches = batch.minibatches(8, run.config.train.seed, 0, 0)
-    cut = [len(run.learner.micro_batches(run.learner.split(part)[1])) for part in minibatches]
-    assert forwards >= set(cut)
-    assert watch.names == ["snapshot", *(name for n in cut for name in [*["forward", "backward"] * n, "optimizer"])]
-    assert watch.updates == 2 and watch.flops["backward"] == 2 * watch.flops["forward"]
-    assert 0 < watch.flops["snapshot"] < watch.flops["forward"]  # one minibatch of two
-
-
-def test_optimizer_steps_are_those_of_minibatches_with_advantages_that_are_not_skipped(llama):
-    run = parts(llama)
-    batch = live(run)
-    first = batch.minibatches(8, run.config.train.seed, 0, 0)[0]
-    batch.advantages[list(first.indices)] = 0.0
-    watch = profiled(run, batch)
-    assert watch.names == ["snapshot", "forward", "backward", "forward", "backward", "optimizer"]
-    assert watch.updates == 1 and 0 < watch.flops["backward"] < 2 * watch.flops["forward"]
-    run = parts(llama, objective={"loss": "detach_center"})  # a pass for the constants is no micro-batch
-    assert profiled(run, live(run)).names == ["snapshot", *["forward", "backward", "optimizer"] * 2]
-    run = parts(llama)
-    run.learner.updates.norm = lambda: math.nan
-    assert profiled(run, live(run)).updates == 0, "a skipped step moves no bytes of the optimizer"
-
-
-def test_all_rounds_of_dynamic_sampling_are_in_trace_and_page(tmp_path):
-    parameter = SimpleNamespace(numel=lambda: 1)
-    policy = SimpleNamespace(device=torch.device("cpu"), named_parameters=lambda: [("w", parameter)])
-    learner = SimpleNamespace(ranks=SimpleNamespace(count=1))
-    engine, updates = SimpleNamespace(metrics={}), SimpleNamespace(kind="adamw")
-    run = SimpleNamespace(policy=policy, learner=learner, engine=engine, updates=updates)
-    watch = StepProfiler(tmp_path, 1, run, None)
-    for name, seconds in (("rollout", 0.04), ("reward", 0), ("rollout", 0.01), ("reward", 0), ("learner", 0)):
-        with watch.phase(name, None):
-            time.sleep(seconds)
-    with watch.phase("publish", None):
-        pass
-    events = json.loads(gzip.decompress((tmp_path / "step_000001.json.gz").read_bytes()))["traceEvents"]
-    names = [event["name"] for event in sorted(events, key=lambda event: event["ts"]) if "qarl/" in event["name"]]
-    assert [name.removeprefix("qarl/") for name in names[:5]] == ["rollout", "reward", "rollout", "reward", "learner"]
-    (line,) = (line for line in (tmp_path / "step_000001.md").read_text().splitlines() if "| rollout |" in line)
-    assert float(line.split("|")[2]) >= 0.05
-
-
-@pytest.mark.parametrize(("groups", "counted"), [(2, True), (3, False)])
-def test_a_rollout_of_dropped_groups_has_no_flops(llama, groups, counted):
-    prompts = [Prompt(i, [1, 2], "", {}) for i in range(2)]
-    rollouts = [Rollout(i, 0, [3, 4], [0.0, 0.0], "stop", 0, 0, "") for i in range(2)]
-    watch = Named(parts(llama))
-    watch.sampled({"sampling/groups": float(groups)})
-    watch.scored(prompts, rollouts, RewardResult([0.0, 1.0], {}, {}, []))
-    assert ("rollout" in watch.flops) == counted
 
 
 @pytest.mark.slow

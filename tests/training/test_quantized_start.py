@@ -9,7 +9,6 @@ import torch
 from quantized_models import SAME, save_format
 from run_faults import recorded
 from safetensors.torch import load_file
-from test_resume import DIE_AFTER_STEP, assert_same_run
 from tiny_runs import Finished, settings, write_config
 
 pytestmark = pytest.mark.slow
@@ -75,16 +74,6 @@ def test_codes_outlive_a_checkpoint_that_changes_nothing(start):
         stored = file[name] if name in file else file[f"{name}_inv"]
         # e4m3: transformers makes some scales that are not absmax / 448 of any weight, but lie one ulp beside it
         assert torch.equal(export[name], stored) if name in file else torch.allclose(export[name], stored, rtol=2e-7)
-
-
-@pytest.mark.parametrize("start", ["fp8"], indirect=True)
-def test_a_killed_run_continues_to_the_same_end(start):
-    run = start.folder / "killed"
-    numbers = f"METRICS, STEP, DELAY = {str(run / 'metrics.jsonl')!r}, 3, 0.0"
-    assert start.train(run, before=numbers + DIE_AFTER_STEP).code != 0
-    done = start.train(run)
-    assert done.code == 0, done.err
-    assert_same_run(run, start.reference)
 
 
 @pytest.mark.parametrize("start", ["int4"], indirect=True)

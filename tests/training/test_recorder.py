@@ -1,8 +1,6 @@
 """metrics.jsonl, rollouts and trackers."""
 
-import errno
 import json
-import os
 import re
 import sys
 from types import ModuleType, SimpleNamespace
@@ -15,7 +13,6 @@ from safetensors.torch import load_file
 from qarl.config.logging import LoggingConfig
 from qarl.errors import UserError
 from qarl.storage.runs import read_metrics
-from qarl.training import recorder as module
 from qarl.training.recorder import Recorder
 from qarl.training.trackers import TRACKERS
 
@@ -81,31 +78,6 @@ def test_tensors_of_a_step_lie_beside_its_rows(tmp_path):
     assert read["groups"].dtype == torch.int32
 
 
-def test_a_write_that_was_cut_off_does_not_stop_the_next(tmp_path):
-    recorder = Recorder(tmp_path, settings())
-    (tmp_path / "rollouts" / ".000007.safetensors.tmp").write_bytes(b"half")
-    recorder.rollouts(7, [], TENSORS)
-    recorder.rollouts(7, [], {"other": torch.zeros(1)})
-    assert set(load_file(tmp_path / "rollouts" / "000007.safetensors")) == {"other"}
-    assert sorted(p.name for p in (tmp_path / "rollouts").iterdir()) == ["000007.jsonl", "000007.safetensors"]
-
-
-def test_tensors_that_do_not_fit_on_the_disk_leave_no_part_of_them(tmp_path, monkeypatch):
-    recorder = Recorder(tmp_path, settings())
-
-    def full(path, chunks):
-        path.write_bytes(b"part")
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(module, "write_file", full)
-    with pytest.raises(
-        UserError, match=r"000007\.safetensors: cannot be written: No space .*12 bytes needed"
-    ) as caught:
-        recorder.rollouts(7, [], TENSORS)
-    assert "\n" not in str(caught.value)
-    assert [p.name for p in (tmp_path / "rollouts").iterdir()] == ["000007.jsonl"]
-
-
 def test_going_back_removes_later_steps_and_nothing_else(tmp_path):
     with Recorder(tmp_path, settings()) as recorder:
         for step in (1, 2, 3):
@@ -138,11 +110,6 @@ def test_diagnostics_are_one_strict_json_object_a_step(tmp_path):
     path = recorder.diagnostics(12, {"step": 12, "metrics": {"x": float("inf")}, "tokens": {"logp": [-0.5, None]}})
     assert path == tmp_path / "diagnostics" / "000012.json"
     assert strict(path.read_text()) == {"step": 12, "metrics": {"x": None}, "tokens": {"logp": [-0.5, None]}}
-
-
-def test_rollouts_are_due_at_every_nth_step(tmp_path):
-    recorder = Recorder(tmp_path, settings(rollouts_every=4))
-    assert [step for step in range(1, 13) if recorder.rollouts_due(step)] == [4, 8, 12]
 
 
 def test_tensorboard_hides_the_steps_that_were_taken_back(tmp_path):
@@ -271,20 +238,6 @@ def test_mlflow_has_one_run_for_all_starts_of_a_run_directory(tmp_path, monkeypa
     (run,) = client.runs.values()
     assert run["metrics"] == [(1, "x", 1.0), (2, "x", 2.0)]
     assert (run["name"], run["status"], run["config"]) == ("demo", "FINISHED", {"seed": 3})
-
-
-def test_mlflow_gets_the_configuration_after_a_start_that_failed(tmp_path, monkeypatch):
-    client, module = FakeMlflow(), ModuleType("mlflow")
-    module.MlflowClient = lambda: client
-    monkeypatch.setitem(sys.modules, "mlflow", module)
-    own = settings(mlflow={"project": "p"})
-    with monkeypatch.context() as patch:
-        patch.delattr(FakeMlflow, "log_dict")
-        with pytest.raises(UserError, match=r"logging\.mlflow: does not start"):
-            Recorder(tmp_path, own, config={"seed": 3})
-    Recorder(tmp_path, own, config={"seed": 3}).close()
-    (run,) = client.runs.values()
-    assert run["config"] == {"seed": 3}
 
 
 @pytest.mark.parametrize("tracker", ["wandb"], indirect=True)

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from plain_settings import plain_config
 from qarl_kernels.logprob import Truncation
 from safetensors.torch import save_file
 from thread_ranks import as_threads
@@ -241,21 +240,6 @@ def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, co
         torch.testing.assert_close(gradient, other, rtol=1e-4, atol=1e-7)  # sums in another order
 
 
-def test_shadow_and_reference_replay_too(mixtral) -> None:
-    objective = {"name": "grpo", "kl_coef": 0.1, "ratio": "shadow"}
-    quant = {"group_size": 32, "learner": "full_precision"}
-    run = parts(mixtral, model={"routing": "replay"}, train=SMALL, quant=quant, objective=objective)
-    batch = live(run)
-    assert batch.routing is not None
-    whole = batch.whole()
-    before = run.learner.shadow(whole, torch.empty(0)), run.learner.reference(whole).clone()
-    batch.routing = [stored((numbers_of(rows) + 1) % 4, 4).sort(-1).values for rows in batch.routing]
-    moved = batch.part(range(len(batch)))
-    batch.logp_ref = Column.empty(len(batch))
-    after = run.learner.shadow(moved, torch.empty(0)), run.learner.reference(moved)
-    assert not any(map(torch.equal, before, after))
-
-
 def test_tokens_that_nobody_knows_choose_for_themselves(mixtral) -> None:
     run = parts(mixtral, model={"routing": "replay"}, train=SMALL)
     batch = live(run)
@@ -348,11 +332,3 @@ def test_a_saved_step_keeps_its_routing(mixtral, tmp_path: Path) -> None:
     save_file(tensors | {"routing": tensors["routing"][1:].contiguous()}, path)
     with pytest.raises(UserError, match="routing is uint8"):
         read_rollouts(tmp_path, 1)
-
-
-def test_an_engine_records_where_somebody_reads_it() -> None:
-    plain, replay = plain_config(), plain_config(model={"routing": "replay"})
-    watched = plain_config(diagnostics={"routing_every": 2})
-    assert not plain.records_routing and replay.records_routing and watched.records_routing
-    assert [watched.records_routing_at(step) for step in (1, 2, 3)] == [False, True, False]
-    assert replay.records_routing_at(1) and not plain.records_routing_at(2)

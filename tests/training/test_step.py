@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_runs import Parts, live, parts, settings
+from tiny_runs import Parts, parts, settings
 
 from qarl.batch.batch import Batch, Part
 from qarl.batch.observer import Observer, Observers
@@ -122,18 +122,6 @@ def test_the_engine_may_wake_before_the_last_update_but_not_before_the_first_or_
     assert told == ([2, 4] if deployed else [2, 3, 4])
 
 
-def test_what_observers_take_is_counted_by_phase(llama, monkeypatch):
-    clock = iter(range(1000))
-    monkeypatch.setattr("qarl.batch.observer.time.perf_counter", lambda: float(next(clock)))
-    watch = Observers([Observer()])
-    with watch.phase("rollout"):
-        watch.progress(1)
-        watch.progress(1)
-    with watch.phase("learner"):
-        watch.update(1.0)
-    assert watch.seconds == {"rollout": 2.0, "learner": 1.0}
-
-
 def test_a_failed_build_closes_every_part_and_raises_the_first_error(llama, tmp_path, monkeypatch):
     closed = []
 
@@ -156,11 +144,3 @@ def test_a_failed_build_closes_every_part_and_raises_the_first_error(llama, tmp_
     with pytest.raises(UserError, match="data of the ranks differ"):
         setup.build_run(config, torch.device("cpu"), RunConsole("none"), tmp_path / "rewards.log")
     assert closed == ["sampler", "rewards", "task rewards"]
-
-
-def test_a_batch_of_another_version_is_not_learned_from(llama):
-    run = parts(llama)
-    stale = live(run)
-    run.learn(live(run, 2))
-    with pytest.raises(AssertionError, match="after an update"):
-        run.learn(stale)

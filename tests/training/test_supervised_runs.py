@@ -16,10 +16,8 @@ from qarl.batch.batch import build_batch
 from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
-from qarl.memory.estimate import estimate
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_architecture
 from qarl.terminal.run_console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
@@ -260,17 +258,6 @@ def test_distillation_on_sampled_responses_needs_no_rewards_and_mismatch_stays_0
 
 
 @pytest.mark.slow
-def test_distillation_on_two_ranks_differs_by_rounding_only(qarl, config, models):
-    given = f"objective.teacher={{path: {models[1]}}}", "rollout.engine=data", "train.steps=2"
-    alone = run(qarl, "distill", config, "distilled", *given)
-    both = run_on_ranks(qarl, "distill", config, "distilled2", *given)
-    for one, two in zip(recorded(alone), recorded(both), strict=True):
-        assert two["teacher/divergence"] == pytest.approx(one["teacher/divergence"], rel=0.05)
-    held = [json.loads((folder / "evaluations.jsonl").read_text().splitlines()[0]) for folder in (alone, both)]
-    assert held[0]["held_out"] == pytest.approx(held[1]["held_out"])
-
-
-@pytest.mark.slow
 def test_a_teacher_regularizes_an_rl_objective(qarl, llama, tmp_path):
     data = settings(llama, objective={"name": "tbpo", "teacher": {"path": str(llama), "coef": 0.1}}, train={"steps": 2})
     config = write_config(tmp_path / "c.yaml", data)
@@ -300,16 +287,6 @@ def test_settings_that_do_not_fit_are_refused(llama, tmp_path, objective, sectio
     data = configured(llama, tmp_path / "rows.jsonl", objective, **sections)
     with pytest.raises(ValidationError, match=text):
         Config.model_validate(data)
-
-
-@pytest.mark.parametrize("objective", [{"name": "sft"}, {"name": "distill", "teacher": {"path": "a/b"}}], ids=str)
-def test_sizes_are_decided_for_a_gpu_too(llama, tmp_path, objective):
-    config = Config.model_validate(configured(llama, written_data(tmp_path), objective))
-    shape = load_architecture(config.model)
-    sized = decide_sizes(config, "cuda", shape, 80 * 2**30)
-    assert sized.rollout.max_num_seqs and sized.train.micro_batch_tokens and sized.train.logprob_chunk
-    names = [item.name for item in estimate(sized, shape, "cuda", memory=80 * 2**30)]
-    assert ("teacher" in names) == ("teacher" in objective) and not any("KV cache" in name for name in names)
 
 
 @pytest.mark.parametrize(
