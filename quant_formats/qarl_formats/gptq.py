@@ -37,7 +37,6 @@ def gptq(
     scheme: Scheme,
     shared: Tensor | None = None,
     damp: float = DAMP,
-    block: int = BLOCK,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Quantize a weight so that its products with calibration inputs change little.
 
@@ -47,7 +46,6 @@ def gptq(
         scheme: One with `chooses_codes`.
         shared: See `Scheme.quantize`.
         damp: Fraction of the mean of H's diagonal that is added to the diagonal.
-        block: Columns per block; affects speed and rounding errors only.
 
     Returns:
         The stored tensors by suffix, and a master that quantizes to them, float32 [N, K].
@@ -63,7 +61,7 @@ def gptq(
     codes = scheme.codes(nearest, shape).float()
     fixed = _ends(weight, grid, both="weight_zero_point" in nearest)
     while True:
-        stored = scheme.with_codes(nearest, _compensated(weight, codes, fixed, grid, order, factor, block))
+        stored = scheme.with_codes(nearest, _compensated(weight, codes, fixed, grid, order, factor))
         master, missing = scheme.preimage(stored, shape)
         if not missing:
             return stored, master
@@ -73,9 +71,7 @@ def gptq(
         fixed |= lost
 
 
-def _compensated(
-    weight: Tensor, codes: Tensor, fixed: Tensor, grid: CodeGrid, order: Tensor, factor: Tensor, block: int
-) -> Tensor:
+def _compensated(weight: Tensor, codes: Tensor, fixed: Tensor, grid: CodeGrid, order: Tensor, factor: Tensor) -> Tensor:
     """The codes that GPTQ chooses, float32 [N, K].
 
     codes: the nearest ones. fixed: bool [N, K], which to keep. order: of the columns. factor: U for that order.
@@ -86,8 +82,8 @@ def _compensated(
     step, zero = (_columns(one.repeat_interleave(columns // one.shape[1], 1), order, dtype) for one in grid[1:])
     chosen, kept = _columns(codes, order, dtype), _columns(fixed, order, torch.bool)
     left = _columns(weight, order, dtype)
-    for start in range(0, columns, block):
-        stop = min(start + block, columns)
+    for start in range(0, columns, BLOCK):
+        stop = min(start + BLOCK, columns)
         errors = torch.empty_like(left[start:stop])
         for j in range(start, stop):
             best = levels[torch.bucketize(left[j] / step[j] + zero[j], between)]

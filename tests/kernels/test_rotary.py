@@ -168,11 +168,6 @@ def test_gradients_are_the_same_in_every_run_and_with_few_programs(device: torch
 PAGED = [(7, 4, 2, 64), (9, 5, 1, 80), (5, 3, 3, 96), (19, 2, 1, 128), (3, 2, 1, 8)]
 
 
-def paged(shape: tuple[int, ...], device: torch.device, norms: bool, dtype=torch.bfloat16) -> tuple[Tensor, Rotation]:
-    case = Case.random(*shape, device, norms, dtype)
-    return case.qkv, case.rotation
-
-
 def _fp8(x: Tensor) -> Tensor:
     """To the nearest e4m3, saturated, as torch's cast of float32 rounds it."""
     return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -191,7 +186,8 @@ def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, ap
 )
 def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, shape, page, apart, norms) -> None:
     dtype = torch.float16 if shape[0] == 5 else torch.bfloat16
-    qkv, rotation = paged(shape, device, norms, dtype)
+    case = Case.random(*shape, device, norms, dtype)
+    qkv, rotation = case.qkv, case.rotation
     rows, _, kv_heads, dim = shape
     slots = torch.randperm(4 * page, generator=torch.Generator().manual_seed(5))[:rows].to(device)
     slots[1:2] = -1
@@ -212,7 +208,8 @@ def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, 
 
 @pytest.mark.parametrize(("shape", "dtype"), [*zip(PAGED[:2], [torch.bfloat16, torch.float16], strict=True)])
 def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) -> None:
-    qkv, rotation = paged(shape, device, True, dtype)
+    case = Case.random(*shape, device, True, dtype)
+    qkv, rotation = case.qkv, case.rotation
     rows, _, kv_heads, dim = shape
     edges = [3e-3, -1.0, 1e-3, -7e-4, 500.0, 1000.0, -2000.0, 448.0]
     qkv[0] = torch.tensor(edges, dtype=dtype).repeat(qkv.shape[1] // 8)

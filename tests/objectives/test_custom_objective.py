@@ -88,21 +88,19 @@ def test_a_built_in_objective_written_by_a_user_has_its_loss_and_gradient(tmp_pa
 
 
 def test_a_class_is_made_once_with_its_kwargs_and_called_with_the_inputs(tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text(
-        "from qarl.objectives import Surrogate, stat\n\n\n"
-        "class Scaled:\n"
-        "    def __init__(self, scale):\n"
-        "        self.scale, self.calls = scale, 0\n\n"
-        "    def __call__(self, inputs):\n"
-        "        self.calls += 1\n"
-        "        value = self.scale * inputs.token_advantages * inputs.logps.logp\n"
-        "        return Surrogate(value, {'objective/calls': stat(value.new_tensor([self.calls]))})\n"
+    body = (
+        "def __init__(self, scale):\n"
+        "    self.scale, self.calls = scale, 0\n"
+        "def __call__(self, inputs):\n"
+        "    self.calls += 1\n"
+        "    value = self.scale * inputs.token_advantages * inputs.logps.logp\n"
+        "    return Surrogate(value, {'objective/calls': stat(value.new_tensor([self.calls]))})"
     )
-    objective = custom(f"{file}:Scaled", {"scale": 2.0}, aggregation="token-mean")
+    path = written(tmp_path, body, "class f:")
+    objective = custom(path, {"scale": 2.0}, aggregation="token-mean")
     once, twice = evaluated(objective), evaluated(objective)
     assert (once[2]["objective/calls"], twice[2]["objective/calls"]) == (1.0, 2.0)
-    single = evaluated(custom(f"{file}:Scaled", {"scale": 1.0}, aggregation="token-mean"))
+    single = evaluated(custom(path, {"scale": 1.0}, aggregation="token-mean"))
     assert once[0] == 2 * single[0]
 
 

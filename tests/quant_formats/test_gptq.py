@@ -94,10 +94,8 @@ def _odd_weights() -> dict[str, Tensor]:
     normal = _weight()
     return {
         "normal": normal,
-        "another": _weight(2),
         "zeros": normal.index_fill(0, torch.tensor([3]), 0.0).index_fill(1, torch.arange(64, 96), 0.0),
         "one sign": normal.abs() + 0.01,
-        "other sign": -normal.abs(),
         "every size": normal * torch.logspace(-7, 2, K),
         "outlier": normal.index_fill(1, torch.tensor([5]), 3.0),
         "two values": normal.sign() * 0.37,
