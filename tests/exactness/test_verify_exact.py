@@ -168,6 +168,19 @@ def test_the_seed_decides_the_rounds_and_they_differ_from_one_another():
     assert limits == [12, 6, 3, 12] and len({one.sampling.seed for one in first(1)}) == 4
 
 
+def test_rounds_take_the_users_prompts_in_turn_and_no_more_than_what_is_left_may_take():
+    given, total = [[token] for token in range(5, 12)], [0]
+    drawn = rounds(Request(), given, Sizes(tokens=400, prompt=1, response=20, sequences=6), 259, lambda: total[0])
+    counts, ids = [], []
+    for seen in (0, 330, 399, 10**6):
+        total[0] = seen
+        one = next(drawn)
+        counts.append(len(one.prompts))
+        ids += [prompt.token_ids[0] for prompt in one.prompts]
+    assert counts == [5, 2, 2, 2]  # of 20, 10, 5 and 20 tokens, four responses each
+    assert ids == [5 + i % 7 for i in range(11)]
+
+
 def test_sizes_follow_the_request_the_prompts_and_the_context():
     assert sizes_of(Request(), [], 4096, "cpu") == Sizes(1024, 96, 96, 6)
     assert sizes_of(Request(), [], 4096, "cuda") == Sizes(32_768, 512, 512, 48)

@@ -213,7 +213,7 @@ def nvfp4(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: int
     def product(x: Tensor, e: int | None, *given, **more) -> Tensor:
         stored = weight.packed, weight.scale
         own = stored if e is None else tuple(part.chunk(experts)[e] for part in stored)
-        return nvfp4a16.nvfp4a16(x, *own, weight.global_scale, *nvfp4a16.tile_nvfp4(*own), *given, **more)
+        return nvfp4a16.nvfp4a16(x, None, own[1], weight.global_scale, *nvfp4a16.tile_nvfp4(*own), *given, **more)
 
     def exact(x: Tensor, e: int) -> Tensor:
         return x.double() @ weight.scaled_codes().chunk(experts)[e].double().t() / weight.global_scale.double()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from qarl_kernels import attention
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
 from torch import Tensor
 
@@ -114,3 +115,13 @@ def test_a_float32_cache_more_pages_and_what_hidden_slots_hold_change_no_bit() -
         cache[case.spare] = torch.nan
         cache[case.pages[0][1], :, 100 - PAGE :] = filled
     assert torch.equal(case.attend([(0, 0, 100)]), expected)
+
+
+def test_tiles_of_one_group_and_parts_of_it_have_the_bits_of_tiles_on_their_own(monkeypatch) -> None:
+    case = Sequences([64] * 5, 4, 2, 16)
+    rows = torch.arange(5 * 64).view(20, TILE)
+    together = QueryTiles(rows, rows % 64, torch.tensor(case.pages).repeat_interleave(4, dim=0))
+    expected = case.attend([(s, 0, 64) for s in range(5)])
+    for most in (attention.MAX_ELEMENTS, 1):  # 1: a group is split to save memory
+        monkeypatch.setattr(attention, "MAX_ELEMENTS", most)
+        assert torch.equal(paged_attention(torch.cat(case.q), *case.cache, [together], 0.3), expected)

@@ -60,7 +60,7 @@ def _check(batch: Batch, window: int | None) -> None:
     [
         (GROUPS, 2, 1, 64, None, torch.bfloat16),
         (SMALL, 2, 1, 64, None, torch.float16),
-        *(([(150, [65, 0]), (1, [140])], 1, 1, 64, window, torch.bfloat16) for window in (3, 64, 100)),
+        *(([(150, [65, 9]), (1, [140])], 1, 1, 64, window, torch.bfloat16) for window in (3, 64, 100)),
         *(([(5, [70, 1])], *heads, None, torch.bfloat16) for heads in ((3, 1, 80), (2, 2, 128), (1, 1, 256))),
         ([], 2, 1, 64, None, torch.bfloat16),
     ],

@@ -146,8 +146,13 @@ def test_a_row_has_the_bits_of_its_experts_own_product(device, name: str, kernel
         assert torch.equal(whole.matmul(codes, None, groups, True), y)
 
 
-def test_experts_that_would_share_stored_values_are_refused(device) -> None:
+def test_rows_and_experts_that_do_not_fit_or_would_share_stored_values_are_refused(device) -> None:
     groups, x = mixtures.grouped(3, 2, EXPERTS, device), torch.zeros(3, 160, dtype=BF16, device=device)
+    weight = concatenate(_experts("w8a8", device)).prepare(BF16, False)
+    with pytest.raises(ValueError, match=r"x is \[2, 160\], but the experts take \(3, 160\)"):
+        weight.matmul(x[:2], None, groups, True)
+    with pytest.raises(ValueError, match="72 rows are not the weights of 7 experts"):
+        weight.matmul(x, None, mixtures.grouped(3, 2, 7, device), True)
     for name, n, message in [
         ("fp8_block", 40, "40 output features would share stored values of fp8_block, which span 128"),
         ("w4a16 asymmetric", 20, "20 output features would share stored values of w4a16, which span 8"),

@@ -104,6 +104,17 @@ def test_a_class_is_made_once_with_its_kwargs_and_called_with_the_inputs(tmp_pat
     assert once[0] == 2 * single[0]
 
 
+def test_a_nan_of_the_learner_reaches_the_loss_and_a_response_of_advantage_zero_is_not_left_out():
+    objective = custom(f"{EXAMPLE}:cispo")
+    assert math.isnan(evaluated(objective, infinite=math.nan)[0])
+    assert not objective.zero_advantage_is_idle
+
+
+def test_a_machine_without_memory_is_not_the_functions_fault(tmp_path):
+    with pytest.raises(torch.OutOfMemoryError):
+        evaluated(custom(written(tmp_path, "raise torch.OutOfMemoryError('CUDA out of memory.')")))
+
+
 def test_what_is_pruned_is_worth_nothing_whatever_the_function_says(tmp_path):
     path = written(tmp_path, "return Surrogate(inputs.logps.logp * 0 + inputs.log_ratio + 7.0)")
     _, gradient, metrics = evaluated(custom(path), infinite=-math.inf)
