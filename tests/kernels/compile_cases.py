@@ -395,6 +395,5 @@ def moe_combinations() -> Iterator[str]:
     gather_rows.rows_in_order(y, groups)
     shared = Shared(y, moe_shared.shared_gate(y, empty(1, hidden), kernels=True))
     moe_combine.combine(d, weights, groups, shared)
-    moe_combine.shared_backward(y, shared, y)
     moe_combine.sum_over_slots(d, groups, y)
     yield "combine"
