@@ -11,7 +11,7 @@ from products import random
 from qarl_kernels.flash import decode
 from qarl_kernels.flash.forward import attention_forward
 from qarl_kernels.flash.layout import packed_layout
-from qarl_kernels.flash.paged import decode_attention, paged_attention, paged_layout
+from qarl_kernels.flash.paged import decode_attention
 from qarl_kernels.logprob import Truncation, distribution, token_logprobs
 from torch import Tensor
 
@@ -151,45 +151,6 @@ def test_decode_has_the_packed_bits_however_chunks_are_shared_out(
         assert torch.equal(out[:-1], packed[last]) and out[-1].eq(0).all(), programs
     alone = decode_attention(queries[3:4], *caches, table[3:4].to(CUDA), there[3:4], dim**-0.5, window, 1025)
     assert torch.equal(alone, packed[last[3:4]])
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim", "page", "dtype"),
-    [
-        (32, 8, 128, 64, BF16),
-        (32, 8, 128, 16, BF16),
-        (28, 4, 128, 64, torch.float16),
-        (9, 3, 64, 64, BF16),
-        (8, 2, 256, 128, BF16),
-        (8, 2, 96, 64, BF16),
-    ],
-)
-def test_a_cache_of_fp8_gives_the_bits_of_its_values_in_16_bits(monkeypatch, heads, kv_heads, dim, page, dtype) -> None:
-    """Of much data: where features or keys were added in another order, a few of a million numbers would differ."""
-    lengths = torch.randint(1, 3000, (128,), generator=torch.Generator().manual_seed(0))
-    lengths[:4] = torch.tensor([3000, 1025, 64, 1])
-    counts = -(-lengths // page)
-    table = torch.zeros(128, int(counts.max()), dtype=torch.int32)
-    free = torch.randperm(int(counts.sum()), generator=torch.Generator().manual_seed(1)).split(counts.tolist())
-    for line, pages in zip(table, free, strict=True):
-        line[: len(pages)] = pages
-    shape = (int(counts.sum()), kv_heads, page, dim)
-    codes = [torch.randn(shape, device=CUDA).to(FP8) for _ in "kv"]
-    paired, plain = [to_cache(part) for part in codes], [part.to(dtype) for part in codes]
-    table, there = table.to(CUDA), lengths.to(CUDA, torch.int32)
-    q = torch.randn(128, heads, dim, device=CUDA, dtype=dtype)
-    for window, programs in ((None, 528), (None, 0), (700, 0)):
-        monkeypatch.setattr(decode, "PROGRAMS", programs)
-        expected, found = (
-            decode_attention(q, *caches, table, there, dim**-0.5, window, 3000) for caches in (plain, paired)
-        )
-        assert expected.isfinite().all() and torch.equal(found, expected), (window, programs)
-    chunks = [min(300, length) for length in lengths.tolist()]  # the last tokens of each
-    rows = [sum(chunks[:i]) for i in range(128)]
-    layout, _ = paged_layout(rows, chunks, [n - m for n, m in zip(lengths.tolist(), chunks, strict=True)], table, CUDA)
-    q = torch.randn(layout.tokens, heads, dim, device=CUDA, dtype=dtype)
-    expected, found = (paged_attention(q, *caches, layout, dim**-0.5) for caches in (plain, paired))
-    assert expected.isfinite().all() and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("truncation", TRUNCATIONS, ids=str)

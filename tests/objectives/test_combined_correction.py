@@ -8,7 +8,7 @@ from ragged import nothing_pruned
 
 from qarl.config import CorrectionConfig
 from qarl.objectives.common import TokenLogProbs, finish_stats
-from qarl.objectives.correction import correct, importance_weights, mean_weight, optimal_cap
+from qarl.objectives.correction import correct, mean_weight, optimal_cap
 from qarl.objectives.correction_config import RejectRule
 from qarl.objectives.segments import Segments
 
@@ -106,17 +106,20 @@ def test_a_mask_of_tokens_stands_beside_a_weight_of_the_response():
     assert metrics["correction/raw_ratio_mean"] == pytest.approx(2.75 / 3)  # of the weights as they are made
 
 
-def weights_and_clamped(config: CorrectionConfig, old: float, sampler: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Importance weights of one response of one token, and whether its exponent was clamped."""
-    old_, sampler_ = torch.tensor([[old], [sampler]], dtype=torch.float64)
-    one = Segments.from_lengths([1])
-    weights, _, clamped = importance_weights(config, TokenLogProbs(old_, old_, sampler_), one, nothing_pruned(one))
-    return weights, clamped
+def test_an_uncapped_weight_of_a_long_response_is_the_product_and_its_clamp_is_counted():
+    lengths = [100, 400]
+    x = TokenLogProbs(*[torch.full((500,), v, dtype=torch.float64) for v in (-1.0, -1.0, -1.1)])
+    weights, stats = corrected(CorrectionConfig(level="sequence", mode="raw"), x, Segments.from_lengths(lengths))
+    assert weights[0].item() == pytest.approx(math.exp(10.0), rel=1e-9)  # no cap
+    assert weights[-1].item() == pytest.approx(math.exp(20.0), rel=1e-9)  # of exp(40)
+    assert finish_stats(stats)["correction/clamped_frac"] == 0.5
 
 
 def test_a_mask_keeps_a_ratio_on_its_bound_and_a_nan():
     ratio = torch.tensor(2.0, dtype=torch.float64).log().exp().item()
     for bounds in ({"lower": ratio, "upper": 3.0}, {"upper": ratio}):
         config = CorrectionConfig(level="token", mode="mask", **bounds)
-        assert weights_and_clamped(config, math.log(2.0), 0.0)[0].tolist() == [ratio]
-        assert weights_and_clamped(config, math.nan, 0.0)[0].isnan().all()
+        x = torch.tensor([math.log(2.0), math.nan], dtype=torch.float64)
+        segments = Segments.from_lengths([2])
+        weights = corrected(config, TokenLogProbs(x, x, torch.zeros_like(x)), segments)[0]
+        assert weights[0] == ratio and weights[1].isnan()

@@ -47,6 +47,11 @@ def test_sum_of_a_response_is_bit_equal_whatever_it_is_packed_with():
     assert torch.equal(together, alone)
 
 
+def test_responses_without_tokens_have_sum_and_mean_zero():
+    segments = Segments.from_lengths([0, 0])
+    assert segments.sum(torch.zeros(0)).tolist() == segments.mean(torch.zeros(0)).tolist() == [0.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("mode", "expected"),
     [
