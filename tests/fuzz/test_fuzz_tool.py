@@ -1,5 +1,7 @@
 """`tools/fuzz.py` itself: planted faults are found and named, cases repeat, and the summary counts them."""
 
+import hashlib
+import json
 import os
 import random
 import signal
@@ -14,6 +16,7 @@ import pytest
 from fuzzing.base import write_inputs
 from fuzzing.case import Case, Outcome, execute
 from fuzzing.configs import schema_keys
+from fuzzing.damage import seal
 from fuzzing.series import build, names
 from fuzzing.verdict import Result, Tally, judge
 from process_tree import runs
@@ -152,3 +155,13 @@ def test_the_summary_counts_what_was_found(tmp_path: Path, short_limit: None) ->
     assert record["counts"] == dict.fromkeys(("config", "qarl check", "all"), expected)
     assert len(record["bad"]) == 3 and "signal" in tally.table()
     assert "--seed 9 --only config-0" in record["bad"][-1] and "KeyError: 'planted'" in record["bad"][-1]
+
+
+def test_a_sealed_checkpoint_has_digests_that_fit(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    (tmp_path / "manifest.json").write_text('{"files": {"state.json": {}}}')
+    seal(tmp_path)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    own = manifest.pop("sha256")
+    assert own == hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    assert manifest["files"]["state.json"] == {"bytes": 2, "sha256": hashlib.sha256(b"{}").hexdigest()}

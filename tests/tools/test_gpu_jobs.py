@@ -81,8 +81,10 @@ def test_qarl_takes_its_studies(tmp_path: Path, monkeypatch) -> None:
     assert list(members.values()) == [15, 15, 27, 60, 4, 2]
 
 
-def test_a_case_ends_before_its_job_does() -> None:
+def test_files_exist_and_a_case_ends_before_its_job_does() -> None:
     """So that a case which hangs leaves a record, and those after it have their time."""
+    words = [word for job in JOBS for word in job.command.split() if word.startswith(("tools/", "tests/"))]
+    assert all((ROOT / word).exists() for word in words)
     for job, words in calls("python", "tools/bench_step.py"):
         given = dict(itertools.pairwise(words))
         assert float(given.get("--timeout", 0)) <= job.seconds, job.name

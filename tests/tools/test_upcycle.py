@@ -9,7 +9,7 @@ import torch
 import upcycle
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from upcycle import cluster, fit, mixture, noisy_experts
+from upcycle import cluster, expert_errors, fit, mixture, noisy_experts
 
 from qarl.errors import UserError
 
@@ -77,6 +77,7 @@ def test_an_expert_differs_in_the_features_its_cluster_uses_least(child: SimpleN
     mlp = AutoModelForCausalLM.from_pretrained(child.parent).float().model.layers[0].mlp
     x = torch.randn(300, 64, generator=generator)
     centers = cluster(x, 3, generator)
+    assert expert_errors(mlp, *noisy_experts(mlp, x, centers, 0.0, generator), x).abs().max() < 1e-5
     gate_up, down = noisy_experts(mlp, x, centers, 0.5, generator)
     nearest = (torch.nn.functional.normalize(x, dim=1) @ centers.T - centers.square().sum(1) / 2).argmax(1)
     used = (mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x)).square()
@@ -102,6 +103,7 @@ def test_a_router_learns_the_best_experts() -> None:
     assert before == pytest.approx((weights * wrong).square().sum(1).mean().item())
     assert after < 0.2 * before
     _, weights, _ = mixture(x @ weight.T, 2)
+    assert torch.allclose(weights.sum(1), torch.ones(400))
     assert (weights * wrong).sum(1).mean() < 0.2  # 0.5 for a router that knows nothing
 
 
