@@ -55,14 +55,6 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     assert memory.too_large(config(), TINY, "cuda") is None
 
 
-def test_an_offloaded_muon_holds_two_batches_on_the_gpu(monkeypatch):
-    monkeypatch.setattr(memory, "MUON_BYTES", 6000)
-    monkeypatch.setattr(memory, "OFFLOAD_BYTES", 1000)
-    for offload, rows in (("moments", 1), ("all", 2)):
-        found = sizes("cuda", optim={"name": "muon", "offload": offload})
-        assert found["optimizer state"] == rows * 2 * 4 * 1000
-
-
 def test_activations_are_of_at_least_one_sequence_and_checkpointing_keeps_layer_inputs():
     shape = dict(tokens=7, layers=3, hidden=8, intermediate=16, heads=8, kv=4, width=2)
     one_layer = plain_activation_bytes(**{**shape, "layers": 1}, checkpointing=False)
@@ -109,19 +101,6 @@ def vllm(**settings):
     return {"max_response_length": 8, "max_num_seqs": 2, "engine": "vllm", "linear_kernels": kernels, "vllm": settings}
 
 
-def test_vllm_on_a_cpu_adds_its_process_its_weights_and_a_transfer():
-    native, found = sizes(), sizes(rollout=vllm())
-    published = native["codes and scales"] + native["unquantized parameters"]
-    assert found["vLLM process"] > memory.PROCESS_BYTES
-    assert found["vLLM weights"] == found["tensors in transfer to vLLM"] == published
-    assert found["vLLM KV cache"] == native["KV cache"] and "KV cache" not in found
-    assert {k: v for k, v in found.items() if "vLLM" not in k} == {k: v for k, v in native.items() if k != "KV cache"}
-    operands = 4 * (MATRICES + 6400)  # in float32, of qarl's kernels
-    assert sizes(rollout=vllm(kernels="qarl"))["vLLM weights"] == published + operands
-    assert sizes(rollout=vllm(publish="delta"))["vLLM weights"] == 2 * published
-    assert sizes(rollout=vllm(process="inline"))["tensors in transfer to vLLM"] == 0
-
-
 def test_vllm_frees_the_learners_gpu_during_an_update_unless_it_never_sleeps():
     def phase(**settings):
         items = memory.estimate(config(rollout=vllm(**settings)), TINY, "cuda")
@@ -131,21 +110,6 @@ def test_vllm_frees_the_learners_gpu_during_an_update_unless_it_never_sleeps():
     assert phase() == phase(sleep_level=1) == phase(sleep_level=2) == "publish"
     own = sizes("cuda", rollout=vllm(device=1))  # on its own GPU
     assert "KV cache" not in own and not any("vLLM" in name for name in own)
-
-
-def test_versions_in_training_and_next_versions_and_the_peak_over_phases():
-    one, name, several = sizes("cuda"), "version in training, in addition to the sampler's", {"train": {"epochs": 2}}
-    published = one["codes and scales"] + one["unquantized parameters"]
-    assert sizes("cuda", **several)[name] == published + one["GEMM operands"]
-    assert sizes("cuda", **several, quant={"learner": "fake_quant"})[name] == published
-    assert name not in one
-    quant = {"scheme": "bf16", "group_size": None}
-    together = 2 * 2 * 128 * 64  # gate_up_proj of a layer, in bf16
-    name = "next version, in addition to the current one"
-    assert sizes("cuda", quant=quant)[name] == 2 * PARAMETERS + together
-    assert sizes("cuda", quant=quant | {"kernels": "reference"})[name] == 2 * PARAMETERS
-    items = [memory.Item("a", 5, "always"), memory.Item("b", 3, "update"), memory.Item("c", 2, "publish")]
-    assert memory.peak_bytes(items) == 8
 
 
 LINEARS = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_precision"}}

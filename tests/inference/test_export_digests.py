@@ -122,38 +122,21 @@ def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
             yield from leaves(value[key], (*path, key))
 
 
-def edits(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted key, the document with that value changed or removed, or with one added)."""
-    others = {bool: lambda v: not v, int: lambda v: v + 1, float: lambda v: v + 0.5, str: lambda v: v + "x"}
-    for path in leaves(document):
-        for remove in (False, True):
-            edited = json.loads(json.dumps(document))
-            owner = edited
-            for key in path[:-1]:
-                owner = owner[key]
-            value = owner[path[-1]]
-            if remove and isinstance(owner, dict):
-                del owner[path[-1]]
-            elif not isinstance(value, (dict, list)):
-                owner[path[-1]] = others.get(type(value), lambda v: 1)(value)
-            else:
-                continue
-            yield ".".join(map(str, path)), edited
-    yield "is_causal", document | {"is_causal": False}
-
-
-@pytest.mark.parametrize(("scheme", "file"), [("nvfp4a16", "config.json"), ("bf16", "generation_config.json")])
-def test_every_value_of_the_configuration(copied, scheme, file):
-    directory = copied(scheme)
-    path = directory / file
+def test_an_edited_configuration_is_refused_by_key(copied):
+    directory = copied("nvfp4a16")
+    path = directory / "config.json"
     document = json.loads(path.read_text())
-    seen = 0
-    for key, edited in edits(document):
+    removed = {key: value for key, value in document.items() if key != "hidden_act"}
+    quantization = {"quantization_config": document["quantization_config"] | {"ignore": []}}
+    for key, edited in (
+        ("rms_norm_eps", document | {"rms_norm_eps": 1e-3}),
+        ("hidden_act", removed),
+        ("is_causal", document | {"is_causal": False}),
+        ("quantization_config.ignore", document | quantization),
+    ):
         with changed(path, json.dumps(edited).encode()), pytest.raises(UserError) as caught:
             resolve_target(str(directory))
         assert str(caught.value).startswith(f"{path}: {key}") and "--no-verify-digests" in str(caught.value)
-        seen += 1
-    assert seen > (40 if file == "config.json" else 4)
     with changed(path, json.dumps(document).encode()):  # the same values, written differently
         opened(directory)
 
@@ -221,16 +204,6 @@ def test_exports_without_digests_open(copied):
         assert "lm_head.weight is not the tensor" in refusal(directory)
         (directory / RECORD).unlink()
         opened(directory)
-
-
-@pytest.mark.parametrize("content", [b"[]", b'{"format_version": 2, "tensors": {}}'])
-def test_a_record_that_cannot_be_read_is_one_line(copied, content):
-    directory = copied("w8a8")
-    (directory / RECORD).write_bytes(content)
-    for verify in (True, False):
-        with pytest.raises(UserError, match=rf"{RECORD}: .*remove the file") as caught:
-            opened(directory, verify)
-        assert "\n" not in str(caught.value)
 
 
 def test_training_from_an_export_checks_it_first(qarl, copied, tmp_path):

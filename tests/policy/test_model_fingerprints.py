@@ -118,20 +118,6 @@ def test_an_edit_that_changes_nothing_is_accepted(model: Model) -> None:
         assert config_values(model.config(**edit)) == model.values, edit
 
 
-def test_two_spellings_of_one_architecture_are_the_same(model: Model) -> None:
-    theta = model.written["rope_parameters"]["rope_theta"]
-    for spelling in (
-        {"rope_theta": int(theta), "rope_parameters": None},
-        {"rope_theta": theta, "rope_scaling": None, "rope_parameters": None},
-        {"head_dim": model.values["head_dim"]},
-        {"rms_norm_eps": float(f"{model.written['rms_norm_eps']:.10f}")},
-        {"mlp_only_layers": model.written.get("mlp_only_layers") or None},
-    ):
-        assert config_values(model.config(**spelling)) == model.values, spelling
-    text = json.dumps(model.values)
-    assert json.loads(text) == model.values, "a checkpoint keeps them as JSON"
-
-
 # --- tokenizer
 
 

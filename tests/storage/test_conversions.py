@@ -1,6 +1,5 @@
 """Converted models in the cache: which entries are used, which are made again, and what happens if none can be kept."""
 
-import errno
 import os
 import shutil
 import socket
@@ -14,7 +13,7 @@ from full_disk import fill_disk
 
 from qarl.inputs import files
 from qarl.storage import conversions as module
-from qarl.storage.conversions import conversions_directory, converted
+from qarl.storage.conversions import converted
 
 
 class Kept:
@@ -66,17 +65,6 @@ def test_another_source_part_or_version_is_another_entry(kept):
     assert len(entries) == kept.reads == 4
 
 
-def test_the_directory_is_qarl_cache_then_xdg_cache_home_then_home(monkeypatch):
-    monkeypatch.setenv("QARL_CACHE", "/a")
-    monkeypatch.setenv("XDG_CACHE_HOME", "/b")
-    monkeypatch.setenv("HOME", "/c")
-    assert conversions_directory() == Path("/a/models")
-    monkeypatch.delenv("QARL_CACHE")
-    assert conversions_directory() == Path("/b/qarl/models")
-    monkeypatch.setenv("XDG_CACHE_HOME", "")
-    assert conversions_directory() == Path("/c/.cache/qarl/models")
-
-
 # --- damaged entries
 
 
@@ -124,15 +112,6 @@ def test_nothing_is_converted_if_the_disk_has_no_space(kept, monkeypatch, caplog
     assert kept.convert(size=100) is None and kept.reads == 0
     assert "100 bytes needed" in warnings(caplog)[0]
     assert kept.convert(size=99) is not None
-
-
-def test_an_unwritable_directory_is_reported(kept, monkeypatch, caplog):
-    def mkdir(self, *arguments, **options):
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(self))
-
-    monkeypatch.setattr(Path, "mkdir", mkdir)
-    assert kept.convert() is None and kept.reads == 0
-    assert "read-only file system" in warnings(caplog)[0]
 
 
 def test_a_directory_that_others_can_write_is_not_used(kept, caplog, monkeypatch):
@@ -188,11 +167,3 @@ def test_the_next_conversion_removes_what_a_killed_one_left(kept):
         (directory / "part").write_text("x")
     kept.convert()
     assert not left.exists() and live.exists()
-
-
-def test_a_digest_is_computed_again_for_a_file_that_changed(tmp_path):
-    file = tmp_path / "f"
-    file.write_text("a")
-    first = files.sha256_once(file)
-    file.write_text("b")
-    assert files.sha256_once(file) != first
