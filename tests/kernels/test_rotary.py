@@ -189,8 +189,8 @@ def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, 
     case = Case.random(*shape, device, norms, dtype)
     qkv, rotation = case.qkv, case.rotation
     rows, _, kv_heads, dim = shape
-    slots = torch.randperm(4 * page, generator=torch.Generator().manual_seed(5))[:rows].to(device)
-    slots[1:2] = -1
+    slots = 1 + torch.randperm(4 * page - 1, generator=torch.Generator().manual_seed(5))[:rows].to(device)
+    slots[:2] = torch.tensor([0, -1], device=device)
     caches = [_cache(4, kv_heads, page, dim, device, apart, dtype) for _ in "kv"]
     expected = [cache.clone() for cache in caches]
     q, k, v = rotary_forward(qkv, rotation)
