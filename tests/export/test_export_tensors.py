@@ -94,6 +94,7 @@ def test_transformers_loads_the_dequantized_weights(name, tiny_model, tmp_path):
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6, 7]])).logits  # the first forward decompresses
     assert model.dtype == torch.bfloat16 and logits.isfinite().all()
+    assert json.loads((tmp_path / "out/config.json").read_text())["torch_dtype"] == "bfloat16"  # of transformers 4
     assert model.lm_head.weight is model.model.embed_tokens.weight
     published = run.snapshots[4]
     for module, weight in published.weights.items():

@@ -262,6 +262,7 @@ def mxfp4() -> tuple[Writer, dict]:
 FORMATS: dict[str, tuple[Callable[..., tuple[Writer, dict]], dict[str, Any]]] = {
     **{f"compressed-tensors {layout}": (compressed, {"layout": layout}) for layout in LAYOUTS},
     "compressed-tensors activation order": (compressed, {"layout": "w4a16", "actorder": True}),
+    "compressed-tensors activation order, asymmetric": (compressed, {"layout": "asymmetric", "actorder": True}),
     "fine-grained fp8": (fine_grained, {}),
     "awq": (awq, {}),
     "gptq": (gptq, {}),

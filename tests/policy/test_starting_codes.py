@@ -81,6 +81,15 @@ def test_awq_diverges_less_than_rounding_to_nearest(tiny_model):
     assert divergence(policy, reference) < 0.9 * nearest
 
 
+def test_awq_scales_values_for_the_output_projection_if_every_head_has_its_own(tiny_model):
+    for heads, changes in ((4, True), (2, False)):
+        policy = policy_of(tiny_model("qwen2", num_key_value_heads=heads), "w4a16")
+        before = masters_of(policy)
+        changed = starting_masters(policy, "awq", sequences(0), before.__getitem__)
+        bias = "model.layers.0.self_attn.v_proj.bias"
+        assert (bias in changed and not torch.equal(changed[bias], before[bias])) == changes
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_version_0_publishes_the_codes_of_gptq(tiny_model, scheme, monkeypatch):
     made = []

@@ -177,3 +177,12 @@ def test_a_log_keeps_what_missing_responses_need_and_no_more():
     late.finish(3, [1], [0.0], "stop", "", [1], None)
     log.prune()
     assert log.versions == {2} and len(log.entries) == 2
+
+
+def test_a_log_forgets_cancelled_groups():
+    log, one = OrderLog(), group(4, 1)
+    for entry in (Published(0, []), Added([one]), Published(1, [])):
+        log.append(entry)
+    one.cancelled = True
+    log.prune()
+    assert log.versions == {1} and len(log.entries) == 1
