@@ -230,3 +230,19 @@ def test_a_cache_of_fp8_holds_what_the_rotation_rounds_to(device, shape, dtype) 
         assert torch.equal(rotary_into_pages(qkv, rounding, *caches, slots), q)
         found = [from_cache(cache).to(dtype) if held.itemsize == 1 else cache for cache in caches]
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_heads_of_a_cache_may_be_far_apart(device) -> None:
+    """The third is 2^31 values behind the first: in 32 bits that is as many before it, where memory is here too."""
+    case = Case.random(3, 3, 3, 96, device, False)
+    rounding, slots = case.rotation._replace(kv_fp8=True), torch.arange(3, device=device)
+    memory = torch.UntypedStorage(2**32 + 2 * 16 * 96, device=device)  # not poisoned: most of it is not touched
+    whole = torch.tensor([], dtype=torch.float8_e4m3fn, device=device).set_(memory)
+    far = [whole.as_strided((1, 3, 16, 96), (1, 2**30, 96, 1), 2**31 + at * 16 * 96) for at in range(2)]
+    near = [_cache(1, 3, 16, 96, device, False, torch.float8_e4m3fn) for _ in "kv"]
+    for cache in far:
+        cache.copy_(near[0])
+    q = rotary_into_pages(case.qkv, rounding, *far, slots)
+    assert torch.equal(q, rotary_into_pages(case.qkv, rounding, *near, slots))
+    for wide, close in zip(far, near, strict=True):
+        assert torch.equal(wide.contiguous().view(torch.uint8), close.view(torch.uint8))
