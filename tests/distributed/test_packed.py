@@ -62,8 +62,3 @@ def test_messages_are_padded_only_if_little_is_wasted() -> None:
     assert not few.even and few.sizes == [64 * 512, *[0] * 7]
     beside = Layout([cut(64, 64, 8), cut(4096, 1, 8)], [512, 512])
     assert beside.even and beside.largest == (64 + 512) * 512
-
-
-def test_one_tensor_that_fills_its_message_is_not_copied() -> None:
-    own = torch.arange(32, dtype=torch.int32).view(4, 8)
-    assert Layout([cut(8, 1, 2)], [32]).pack([own], 0).data_ptr() == own.data_ptr()

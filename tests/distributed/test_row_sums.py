@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qarl.distributed.exchange import Pending, SingleProcessExchange
 from qarl.policy.gradients import GradientAccumulator
-from qarl.policy.linear import gradient_of
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import drop_values
 from qarl.training.row_setup import plan_of
@@ -97,42 +96,3 @@ def test_rounds_have_the_bits_of_summed_backwards(tiny_model, monkeypatch, famil
     if not slow:
         loss_of(policy).backward()  # of somebody else: nothing leaves
         assert len(exchange.begun) == 3 * len(sizes) and all(master.grad is not None for master in named.values())
-
-
-class Accumulated:
-    """A loss whose backward makes gradients in the places where layers of Triton kernels do."""
-
-    def __init__(self, policy: Policy) -> None:
-        self.decoder, self.made = policy.decoder, []
-
-    def backward(self) -> None:
-        for layer in reversed(self.decoder.layers):
-            for linear in layer.linears:
-                self.made.append(gradient_of(linear.masters).add_(len(self.made) + 1))
-            for master in [*(norm.master for norm in layer.norms), *layer.gates.values()]:
-                gradient_of([master])
-            self.decoder.on_gradients(layer.parameters())
-
-
-def test_the_gradients_of_stacked_experts_are_sent_without_a_copy(tiny_model) -> None:
-    policy = make_policy(tiny_model("mixtral"), "w4a16", torch.bfloat16, 32, DEVICE, kernels="reference")
-    drop_values(dict(policy.named_parameters()).values(), DEVICE)
-    plan = plan_of({name: master.shape for name, master in policy.named_parameters()}, policy.scheme_of, 1)
-    sent: dict[tuple[str, ...], Tensor] = {}
-
-    class Keeping(RowSums):
-        def send(self, blocks, gradients) -> None:
-            sent.update(zip(blocks, gradients, strict=True))
-
-    loss = Accumulated(policy)
-    Keeping(policy, plan, SingleProcessExchange()).round(loss)
-    stacks = [stack for layer in reversed(policy.decoder.layers) for stack in layer.linears]
-    of_experts = 0
-    for stack, whole in zip(stacks, loss.made, strict=True):
-        if stack.experts is not None:
-            of_experts += 1
-            found = sent[tuple(f"{name}.weight" for name in stack.names)]
-            assert found.data_ptr() == whole.data_ptr() and torch.equal(found, whole) and found.shape == whole.shape
-    assert of_experts == 2 * len(policy.decoder.layers)
-    lone = sent[("model.embed_tokens.weight",)]
-    assert not lone.any() and lone.shape == plan.shapes["model.embed_tokens.weight"]  # nothing came to it

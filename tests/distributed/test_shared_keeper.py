@@ -1,7 +1,5 @@
 """Checkpoints of several ranks: saved by all or not at all, and after a fault only if all ranks take part."""
 
-import errno
-import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -148,31 +146,6 @@ def test_a_fault_of_one_rank_alone_leaves_the_newest_checkpoint(tmp_path):
     assert saved(tmp_path) == [1] and first.said == []
     why = "saving needs all ranks, and one rank failed alone"
     assert alone.said == [f"step 2 is not saved ({why}){NEWEST}"]
-
-
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_is_not_retried(tmp_path, monkeypatch):
-    real = os.fsync
-
-    def fsync(fd: int) -> None:
-        if "000002" in (path := os.readlink(f"/proc/self/fd/{fd}")) and "r0002" in path:
-            tried.append(path)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(fd)
-
-    tried: list[str] = []
-    monkeypatch.setattr(os, "fsync", fsync)
-
-    def work(place: Place) -> None:
-        place.take()
-        kind, named = (UserError, "") if place.ranks.rank == 1 else (OtherRankFailed, "rank 1 on .*: ")
-        with pytest.raises(kind, match=rf"^{named}/.*000002: cannot be written") as caught:
-            place.keeper.save()
-        place.keeper.rescue(place.recorder, caught.value)
-
-    places = of_ranks(tmp_path, work)
-    assert saved(tmp_path) == [1] and len(tried) == 1
-    why = "its checkpoint could not be written"
-    assert all(place.said == [f"step 2 is not saved ({why}){NEWEST}"] for place in places)
 
 
 def test_ranks_that_hold_other_codes_save_nothing(tmp_path):

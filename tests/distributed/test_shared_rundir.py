@@ -10,7 +10,7 @@ from thread_ranks import as_threads
 from tiny_runs import settings
 
 from qarl.config import Config
-from qarl.distributed.ranks import OtherRankFailed, Ranks, SingleProcess
+from qarl.distributed.ranks import OtherRankFailed, Ranks
 from qarl.errors import UserError
 from qarl.storage import rundir as module
 from qarl.storage.history import History, RanksFrom, ranks_after, read_history, write_history
@@ -41,12 +41,6 @@ def test_the_first_rank_locks_the_directory_and_all_read_its_history(tmp_path):
     RunDirectory.open(config(path), "auto").close()  # the lock is free again
 
 
-def test_a_single_rank_writes_no_history(tmp_path):
-    with RunDirectory.open(config(tmp_path / "a"), "auto", SingleProcess()) as directory:
-        directory.begin({}, directory.history_at(0, own=False))
-    assert not (tmp_path / "a" / "history.json").exists()
-
-
 def test_a_rank_that_does_not_see_the_directory_fails_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.2)
 
@@ -67,15 +61,6 @@ def test_a_directory_that_the_first_rank_cannot_use_fails_on_all(tmp_path):
     first, second = as_threads(2, lambda ranks: RunDirectory.open(config(tmp_path), "auto", ranks))
     assert type(first) is UserError and "not a run directory" in str(first)
     assert isinstance(second, OtherRankFailed) and "not a run directory" in str(second)
-
-
-def test_leftovers_of_ranks_killed_at_their_start_are_accepted(tmp_path):
-    (tmp_path / "rank-001").mkdir()
-    (tmp_path / "rank-002.log").write_text("")
-    RunDirectory.open(config(tmp_path), "auto").close()
-    (tmp_path / "rank-x.log").write_text("")
-    with pytest.raises(UserError, match="not a run directory"):
-        RunDirectory.open(config(tmp_path), "auto")
 
 
 def test_the_history_says_where_the_number_of_ranks_changed(tmp_path):

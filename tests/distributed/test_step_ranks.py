@@ -25,12 +25,10 @@ from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
 from qarl.rollout.native.engine import NativeEngine
 from qarl.training import step
-from qarl.training.interrupt import InterruptGuard, SafePoints
 from qarl.training.learner import Learner
 from qarl.training.setup import build_policy, build_sampling
 from qarl.training.updates import LocalUpdates
 from qarl.types import Prompt, Rollout
-from qarl.utils.signals import Interrupted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -284,33 +282,6 @@ def test_a_fault_of_one_rank_before_the_learner_ends_the_step_of_all(llama):
         assert isinstance(error, OtherRankFailed) and "rank 1" in str(error) and "the sampler is gone" in str(error)
 
 
-def test_a_signal_to_one_rank_stops_all_at_the_same_place(llama):
-    def one(ranks: Ranks) -> list[Any]:
-        run = make(llama, ranks, train={"micro_batch_tokens": 24})
-        guard = InterruptGuard(lambda line: None, ranks)
-        guard.defer()
-        told: list[str] = []
-
-        class Late(Observer):
-            """A signal comes to rank 2 in the pass over `logp_old`."""
-
-            def begin(self, batch: Batch) -> None:
-                if ranks.rank == 2:
-                    guard._note(15, None)
-
-            def minibatch(self, minibatch: Any) -> None:
-                told.append("minibatch")
-
-            def update(self, grad_norm: float) -> None:
-                told.append("update")
-
-        with pytest.raises(Interrupted) as stopped:
-            step.rl_step(run.config, run, 0, Observers([Late(), SafePoints(guard)]))
-        return [stopped.value.exit_code, told]
-
-    assert run_threads(3, one) == [[143, ["minibatch"]]] * 3
-
-
 def score(config: RewardConfig, of_rank: dict[int, list[str]]):
     """A rank's completions through a pool of its own, and what all have then."""
     from qarl.rewards.shared import gather_results, score_share
@@ -335,16 +306,13 @@ def judge(completions, prompts, **columns):
 """
 
 
-@pytest.mark.parametrize("texts, works", [(["a", "bb", "hang", "d"], True), (["a", "hang", "hang", "d"], False)])
-def test_a_reward_that_hangs_on_one_rank_is_judged_over_all(tmp_path, monkeypatch, texts, works):
+def test_a_reward_that_hangs_on_one_rank_is_judged_over_all(tmp_path, monkeypatch):
     limit_only(monkeypatch, ["hang"])
     (tmp_path / "judges.py").write_text(HANGS)
     config = RewardConfig.model_validate(
         {"functions": [{"name": f"{tmp_path}/judges.py:judge"}], "timeout_s": 1, "workers": 1, "max_failed_frac": 0.3}
     )
-    found = run_threads(2, score(config, dict(enumerate(texts))), faults=True)
-    if works:  # half of rank 1's, a quarter of all
-        assert all(r.total == [1.0, 2.0, 0.0, 1.0] and r.failed == {"judge": 1} for r in found)
-        assert found[0].messages == found[1].messages and "completion 2 scores 0" in "".join(found[0].messages)
-    else:
-        assert all(isinstance(r, UserError) and "failed on 2 of 4 completions" in str(r) for r in found), found
+    found = run_threads(2, score(config, {0: "a", 1: "bb", 2: "hang", 3: "d"}), faults=True)
+    # half of rank 1's, a quarter of all
+    assert all(r.total == [1.0, 2.0, 0.0, 1.0] and r.failed == {"judge": 1} for r in found)
+    assert found[0].messages == found[1].messages and "completion 2 scores 0" in "".join(found[0].messages)

@@ -42,27 +42,6 @@ def begin_with(self, settings):
     ready(self, settings)
 AsyncProcess.begin_with = begin_with
 """
-# Writes the prompts whose responses it scores to `scored`.
-NOTED_REWARD = """
-def noted(completions, prompts, **columns):
-    with open("scored", "a") as file:
-        file.writelines(prompt + "\\n" for prompt in prompts)
-    return [float(len(text) % 5) for text in completions]
-"""
-# The record of step 1 waits for rewards of other prompts than its own 4 (and one, if workers try the function).
-WAIT_FOR_REWARDS = """
-import time
-from pathlib import Path
-from qarl.training.recorder import Recorder
-real = Recorder.log
-def log(self, step, metrics):
-    end = time.monotonic() + 60
-    while step == 1 and len(set(Path("scored").read_text().splitlines())) < 6:
-        assert time.monotonic() < end, "no reward is computed while the learner works"
-        time.sleep(0.01)
-    real(self, step, metrics)
-Recorder.log = log
-"""
 # The sampler generates after each tensor that it receives. Writes the number of responses in progress to `during`.
 SMALL_PORTIONS = """
 from qarl.rollout.asynchronous.host import Server
@@ -81,24 +60,22 @@ def receive(self, *arguments):
         Server._generate = generate
 real, Server._receive = Server._receive, receive
 """
-# Once the first step has its 4 groups, the sampler generates nothing until new weights arrive.
+# Once the first 4 groups are complete, which a step takes, the sampler generates nothing until new weights arrive.
 HOLD_FOR_WEIGHTS = """
 import time
 from collections import Counter
 from qarl.rollout.asynchronous.host import Server
 generate, send, ended = Server._generate, Server._send_finished, Counter()
 def held(self):
-    if self._host.generation.version == 0 and sum(count == 4 for count in ended.values()) >= 4:
+    if self._host.generation.version == 0 and all(ended[number] == 4 for number in range(4)):
         time.sleep(0.001)
     else:
         generate(self)
-def noted(self, finished):
+def counted(self, finished):
     ended.update(group for group, *_ in finished)
     send(self, finished)
-Server._generate, Server._send_finished = held, noted
+Server._generate, Server._send_finished = held, counted
 """
-# Long responses, two at a time, so that weights arrive while some are in progress.
-SLOW_SAMPLER = "rollout.max_response_length=60", "rollout.max_num_seqs=2"
 RARE_REWARD = """
 def rare(completions, **columns):
     return [float(sum(map(ord, text)) % 6 == 0) for text in completions]
@@ -224,22 +201,15 @@ def test_a_publish_while_the_next_sampler_gets_its_weights_changes_nothing(runs,
     assert "restart 1 of 2" in runs.out
 
 
-def test_weights_that_change_in_flight_stay_exact_and_a_kill_loses_and_repeats_no_prompt(runs):
+def test_responses_go_on_exactly_while_weights_arrive_and_a_kill_loses_and_repeats_no_prompt(runs):
     ahead = {"max_staleness": 4, "in_flight": "recompute_kv"}
-    runs.train("flight", *SLOW_SAMPLER, before=kill_run(3), code=-9, **ahead)
-    rows = runs.train("flight", *SLOW_SAMPLER, **ahead)
+    runs.train("flight", *UNEVEN, before=SMALL_PORTIONS + HOLD_FOR_WEIGHTS + kill_run(3), code=-9, **ahead)
+    rows = runs.train("flight", *UNEVEN, **ahead)
     assert len(rows) == 4 and exact(rows)
     assert runs.prompts("flight") == runs.stream(16)
-    assert runs.most("flight", "async/continued_frac") > 0, "no response saw new weights"
-    assert runs.most("flight", "async/staleness_max") <= 4
-
-
-def test_responses_go_on_while_weights_arrive(runs):
-    ahead = {"max_staleness": 3, "in_flight": "recompute_kv"}
-    rows = runs.train("portions", *SLOW_SAMPLER, before=SMALL_PORTIONS, **ahead)
-    assert exact(rows) and runs.prompts("portions") == runs.stream(16)
     assert "1" in (runs.folder / "during").read_text().split()
-    assert runs.most("portions", "publish/pause_s") > 0 < runs.most("portions", "time/publish_receive_s")
+    assert runs.most("flight", "publish/pause_s") > 0 < runs.most("flight", "time/publish_receive_s")
+    assert runs.most("flight", "async/staleness_max") <= 4
 
 
 def test_a_stop_between_rounds_of_dynamic_sampling_repeats_no_prompt(runs, rounds):
@@ -255,21 +225,16 @@ def test_a_stop_between_rounds_of_dynamic_sampling_repeats_no_prompt(runs, round
 
 
 def test_a_sampler_that_gets_every_second_version_stays_within_the_staleness_bound(runs):
-    """Across a kill of the run and of a sampler, too. Responses only have tokens of the versions that were sent."""
+    """Across a kill of a sampler and of the run. Responses only have tokens of the versions that were sent."""
     ahead = {"max_staleness": 2, "publish_every": 2, "in_flight": "wait"}
     more = "train.steps=5", "logging.rollout_tensors=true"
-    rows = runs.train("second", *more, **ahead)
-    assert exact(rows) and runs.prompts("second") == runs.stream(20)
+    runs.train("second", *more, before=kill_sampler(2) + kill_run(3), code=-9, **ahead)
+    assert exact(runs.train("second", *more, **ahead)) and runs.prompts("second") == runs.stream(20)
     assert [row["async/staleness_max"] for row in runs.metrics("second")] == [0.0, 1.0, 2.0, 1.0, 2.0]
     assert runs.versions("second") == {0, 4}  # two updates per step
-    runs.train("second_killed", *more, before=kill_sampler(2) + kill_run(3), code=-9, **ahead)
-    assert runs.train("second_killed", *more, **ahead) == rows
-    ahead |= {"in_flight": "recompute_kv"}
-    assert exact(runs.train("second_in_flight", *SLOW_SAMPLER, *more, **ahead))
-    assert runs.most("second_in_flight", "async/staleness_max") == 2 and runs.versions("second_in_flight") <= {0, 4, 8}
 
 
-def test_prompts_chosen_by_their_rewards_repeat_after_a_kill_and_in_a_replay(runs):
+def test_prompts_chosen_by_their_rewards_repeat_in_a_replay(runs):
     """Prompts are drawn before the last rewards are known, so a replay takes the recorded ones."""
     (runs.folder / "rare.py").write_text(RARE_REWARD)
     functions = json.dumps([{"name": f"{runs.folder / 'rare.py'}:rare"}])
@@ -278,13 +243,13 @@ def test_prompts_chosen_by_their_rewards_repeat_after_a_kill_and_in_a_replay(run
     rows = runs.train("rates", *more, **ahead)
     learned = runs.prompts("rates")
     assert exact(rows) and {learned.count(prompt) for prompt in range(6)} != {4}, "no prompt was skipped"
-    runs.train("rates_killed", *more, before=kill_run(3), code=-9, **ahead)
-    assert runs.train("rates_killed", *more, **ahead) == rows
     assert runs.train("rates_again", *more, f"rollout.replay={runs.folder / 'rates'}", **ahead) == rows
 
 
 def test_kept_keys_and_values_are_not_exact_and_nobody_is_warned(runs):
-    rows = runs.train("kept", *SLOW_SAMPLER, "train.steps=3", max_staleness=2, in_flight="keep_kv")
+    ahead = {"max_staleness": 2, "in_flight": "keep_kv"}
+    long = "rollout.max_response_length=60", "rollout.max_num_seqs=2", "train.steps=3"
+    rows = runs.train("kept", *long, before=HOLD_FOR_WEIGHTS, **ahead)
     assert not exact(rows)
     assert "agree" not in runs.out.partition("mismatch/delta_abs_max")[0] and runs.err == ""
 
@@ -305,7 +270,7 @@ def test_partial_rollouts_are_learned_from_later_and_none_is_lost(runs):
 
 
 def test_a_step_takes_the_first_groups_of_a_wave_and_cancels_the_rest(runs):
-    """After a kill of the sampler or of the run, too. A replay learns from the same groups."""
+    """After a kill of the sampler or of the run, too."""
     ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
     more = *UNEVEN, "train.steps=6"  # so that the resumed run gives the sampler further prompts
     runs.train("waves", *more, before=kill_run(3), code=-9, **ahead)
@@ -319,7 +284,6 @@ def test_a_step_takes_the_first_groups_of_a_wave_and_cancels_the_rest(runs):
         assert taken == [prompt for prompt in wave if prompt in taken], "in the order of the data, each once"
     assert runs.most("waves", "async/cancelled_frac") > 0
     assert learned != [p for i in range(6) for p in started[6 * i : 6 * i + 4]]
-    assert runs.train("waves_again", *more, f"rollout.replay={runs.folder / 'waves'}", **ahead) == rows
 
 
 def test_the_newest_policy_as_proximal_one_leaves_staleness_to_the_correction(runs):
@@ -334,13 +298,6 @@ def test_verifying_a_share_of_the_log_probs_changes_nothing_that_is_learned(runs
         assert {k: v for k, v in row.items() if "entropy" not in k} == {
             k: v for k, v in other.items() if "entropy" not in k
         }
-
-
-def test_rewards_are_computed_while_the_learner_works(runs):
-    (runs.folder / "noted.py").write_text(NOTED_REWARD)
-    functions = json.dumps([{"name": f"{runs.folder / 'noted.py'}:noted"}])
-    before = WAIT_FOR_REWARDS
-    runs.train("noted", f"reward.functions={functions}", "train.steps=2", before=before, max_staleness=1)
 
 
 def test_a_sampler_that_fails_again_and_again_ends_the_run_in_one_line(runs):
@@ -362,8 +319,6 @@ def test_a_synchronous_run_does_not_drop_what_was_sampled_ahead(runs, waiting):
     ("ahead", "override", "fix"),
     [
         ({}, "rollout.temperature=0.5", "set rollout.temperature: 1.0"),
-        ({}, "rollout.max_response_length=2", "set rollout.max_response_length: 12"),
-        ({"max_staleness": 0}, "train.steps=4", "set rollout.async.max_staleness: 2"),
         ({"oversample": 2.0}, "train.steps=4", "set rollout.async.oversample: 1.0"),
         ({}, "data.system_prompt=Be brief.", r"prompt \d+ of a saved response changed; restore the data"),
     ],
@@ -388,21 +343,6 @@ def test_a_replay_names_what_does_not_fit(runs, synchronous):
 # --- two ranks, each with a sampler
 
 
-def same_weights(runs: Runs, name: str, other: str) -> bool:
-    weights = runs.weights(other)
-    return all(torch.equal(tensor, weights[key]) for key, tensor in runs.weights(name).items())
-
-
-def test_two_ranks_at_staleness_0_give_the_bits_of_the_synchronous_two(runs, rounds):
-    more = *rounds, "data.pass_rate=[0, 0.9]"
-    rows = runs.train_on_ranks("ranks_zero", *more, max_staleness=0)
-    assert rows == runs.train_on_ranks("ranks_sync", *more)
-    assert max(row["sampling/rounds"] for row in rows) > 1
-    assert runs.most("ranks_zero", "async/staleness_max") == 0
-    assert same_weights(runs, "ranks_zero", "ranks_sync")
-    assert runs.prompts("ranks_zero") == runs.prompts("ranks_sync")
-
-
 def test_two_waiting_ranks_repeat_bit_for_bit_after_a_kill_of_a_sampler_and_a_rank(runs, rounds):
     ahead = {"max_staleness": 2, "in_flight": "wait"}
     whole = runs.train_on_ranks("ranks_whole", *rounds, **ahead)
@@ -417,7 +357,8 @@ def test_two_waiting_ranks_repeat_bit_for_bit_after_a_kill_of_a_sampler_and_a_ra
     psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=5)
     assert len(pids) == 3 and not any(map(psutil.pid_exists, pids)), "samplers end with their ranks"
     assert runs.train_on_ranks("ranks_killed", *rounds, **ahead) == whole
-    assert same_weights(runs, "ranks_killed", "ranks_whole")
+    weights = runs.weights("ranks_whole")
+    assert all(torch.equal(tensor, weights[key]) for key, tensor in runs.weights("ranks_killed").items())
 
 
 def test_partial_rollouts_of_two_ranks_continue_on_one(runs):
@@ -429,17 +370,3 @@ def test_partial_rollouts_of_two_ranks_continue_on_one(runs):
     assert "the number of ranks changed" in runs.out
     assert exact(rows) and sorted(runs.prompts("ranks_partial")) == sorted(runs.stream(24))
     assert runs.most("ranks_partial", "async/staleness_max") <= 3
-
-
-def test_each_of_two_ranks_cancels_the_rest_of_its_share_of_a_wave(runs):
-    ahead = {"max_staleness": 2, "in_flight": "recompute_kv", "oversample": 1.5}
-    runs.train_on_ranks("ranks_waves", *UNEVEN, before=on_rank(0, kill_at_take(4)), code=137, **ahead)
-    rows = runs.train_on_ranks("ranks_waves", *UNEVEN, before=on_rank(1, kill_sampler(2)), **ahead)
-    assert exact(rows)
-    started, learned = runs.stream(24), runs.prompts("ranks_waves")
-    assert len(learned) == 16
-    for step in range(4):
-        for rank in range(2):  # two of each rank's three
-            first, wave = 4 * step + 2 * rank, started[6 * step + 3 * rank :][:3]
-            assert learned[first : first + 2] == [prompt for prompt in wave if prompt in learned[first : first + 2]]
-    assert runs.most("ranks_waves", "async/cancelled_frac") > 0

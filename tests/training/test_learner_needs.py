@@ -30,8 +30,6 @@ def logps_seen(run: Parts) -> list:
 
 
 NEEDS = {
-    "no constants": {"objective": {"aggregation": "seq-mean-token-mean"}},
-    "token-mean": {"objective": {"aggregation": "token-mean"}},
     "penalties": {**UNALIGNED, "objective": {"name": "grpo", "kl_coef": 0.1, "entropy_coef": 0.01}},
     "detach_center": {"objective": {"name": "grpo", "loss": "detach_center"}},
     "normalize": {**UNALIGNED, "correction": {"level": "token", "mode": "truncate", "normalize": True}},
@@ -74,14 +72,6 @@ def test_the_shadow_ratio_starts_from_the_samplers_own_log_probs(llama):
     assert torch.equal(first.logp_shadow, first.logp_sampler) and not first.logp_shadow.requires_grad
     assert not torch.equal(first.logp.detach(), first.logp_sampler)
     assert not torch.equal(second.logp_shadow, second.logp_sampler)
-
-
-def test_an_aligned_shadow_costs_no_forward(llama):
-    run = parts(llama, objective={"name": "grpo", "ratio": "shadow"}, train={"minibatch_size": 16})
-    plain = parts(llama, train={"minibatch_size": 16})
-    seen = logps_seen(run)
-    assert run.learn(live(run))["learner_tokens"] == plain.learn(live(plain))["learner_tokens"]
-    assert all(torch.equal(s.logp_shadow, s.logp.detach()) for s, _ in seen)
 
 
 def test_the_reference_is_the_model_at_the_start(llama):

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from run_faults import recorded
 from safetensors.torch import load_file
 from tiny_runs import ONE_PICTURE, Finished, Qarl, settings, write_config
@@ -130,26 +129,6 @@ def test_the_commands_that_it_ends_with_report_export_and_compare(runs):
         "w4a16": "finished",
         "bf16": "finished",
     }
-
-
-# A device that decides otherwise.
-OTHER_DEVICE = """
-from qarl.config.by_device import ON_CPU
-ON_CPU.update({"rollout.max_num_seqs": 5, "rollout.max_batched_tokens": 40, "train.micro_batch_tokens": 90})
-"""
-
-
-def test_sizes_left_to_the_device_are_recorded_and_kept_by_a_run_that_goes_on(runs):
-    given = ["rollout.max_num_seqs=null", "train.micro_batch_tokens=null"]
-    runs.train(*given)
-    first = yaml.safe_load((runs.run / "config.yaml").read_text())
-    assert (first["rollout"]["max_num_seqs"], first["rollout"]["max_batched_tokens"]) == (64, 512)
-    assert (first["train"]["micro_batch_tokens"], first["train"]["logprob_chunk"]) == (4096, 128)
-    done = runs.train(*given, "train.steps=3", before=OTHER_DEVICE)
-    assert done.code == 0, done.err
-    assert runs.steps() == [1, 2, 3]
-    second = yaml.safe_load((runs.run / "config.yaml").read_text())
-    assert second == first | {"train": first["train"] | {"steps": 3}}
 
 
 def test_every_metric_of_the_interface_is_logged(trained):

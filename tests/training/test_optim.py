@@ -65,20 +65,6 @@ def test_state_tensors_by_name_give_bit_equal_parameters_after_a_further_step(co
     assert all(torch.equal(named[name], copy[name]) for name in SHAPES)
 
 
-@BOTH
-def test_state_has_names_of_parameters_and_is_empty_before_the_first_step(config):
-    tensors, meta = trained(config, 0)[1].state_tensors()
-    assert tensors == {}
-    build_optimizer(parameters().items(), config).load_state_tensors(tensors, meta)
-    tensors, _ = trained(config, 1)[1].state_tensors()
-    assert {name for name in tensors if name.startswith("model.norm")} == {
-        f"model.norm.weight/{key}" for key in ("exp_avg", "exp_avg_sq", "step")
-    }
-    blocks = {"model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight"}
-    momenta = {name.split("/")[0] for name in tensors if name.endswith("/momentum_buffer")}
-    assert momenta == (blocks if config is MUON else set()), "Muon takes the matrices of the blocks only"
-
-
 def without(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in tensors.items() if name != "lm_head.weight/exp_avg"}
 

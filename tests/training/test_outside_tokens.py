@@ -39,7 +39,6 @@ class Shares(Observer):
 @pytest.mark.parametrize(
     ("name", "cut", "outside"),
     [
-        ("gspo", {"top_p": 0.9}, None),
         ("rloo", {"top_k": 20}, "response"),
     ],
 )
@@ -72,7 +71,6 @@ def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_miniba
     ("name", "cut", "learner"),
     [
         ("tbpo", {"top_k": 20, "min_p": 0.001}, "aligned"),
-        ("grpo", {"top_p": 0.9}, "full_precision"),
     ],
 )
 def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, name, cut, learner):

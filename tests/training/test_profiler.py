@@ -10,7 +10,7 @@ from run_faults import repeatable
 from tiny_runs import settings, write_config
 
 from qarl.training.flops import forward_flops
-from qarl.training.profile_page import PARTS, host_shares, on_device, page
+from qarl.training.profile_page import PARTS, on_device, page
 
 
 def kernel(name: str, ts: float, dur: float, correlation: int, moved: int | None = None) -> dict:
@@ -67,15 +67,6 @@ def test_the_page_says_rates_of_wall_and_device_time():
     assert table["publish"][-1] == "2" and table["`Memcpy DtoD`"][-1] == "2"  # 8 kB in 4 us
     assert table["`gemm`"] == ["0.02", "76.9%", "2", ""]
     assert f"- {PARTS['snapshot']}" not in table
-
-
-def test_an_operation_has_its_own_time_alone():
-    def op(name: str, ts: float, dur: float, tid: int = 1) -> dict:
-        return {"cat": "cpu_op", "name": name, "ts": ts, "dur": dur, "pid": 1, "tid": tid}
-
-    events = [op("mm", 2, 3), op("matmul", 1, 9), op("copy", 6, 2), op("add", 10, 5), op("mm", 3, 4, tid=2)]
-    found = {name: (round(share.seconds * 1e6), share.calls) for name, share in host_shares(events).items()}
-    assert found == {"matmul": (4, 1), "mm": (7, 2), "copy": (2, 1), "add": (5, 1)}
 
 
 def test_flops_count_what_a_forward_multiplies():

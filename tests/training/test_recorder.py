@@ -42,7 +42,7 @@ def test_each_step_is_one_line_on_disk_at_once_with_null_for_what_json_cannot_sa
     }
 
 
-@pytest.mark.parametrize("torn", [b'\n{"step": 2, "x": 0.', b'\n{"step"', b"\n\x00\x00", b"\n2", b""])
+@pytest.mark.parametrize("torn", [b'\n{"step": 2, "x": 0.', b"\n\x00\x00", b""])
 def test_a_torn_last_line_goes_and_one_that_lost_its_newline_stays(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "x": 1}' + torn)
@@ -102,14 +102,6 @@ def test_rollouts_keep_the_configured_number_of_rows(tmp_path, samples, kept):
     assert path.name == "000010.jsonl"
     rows = [strict(line) for line in path.read_text().splitlines()]
     assert [row["completion"] for row in rows] == ["0", "1", "2", "3", "4"][:kept]
-
-
-def test_diagnostics_are_one_strict_json_object_a_step(tmp_path):
-    recorder = Recorder(tmp_path, settings())
-    assert not recorder.diagnostics_directory.exists()
-    path = recorder.diagnostics(12, {"step": 12, "metrics": {"x": float("inf")}, "tokens": {"logp": [-0.5, None]}})
-    assert path == tmp_path / "diagnostics" / "000012.json"
-    assert strict(path.read_text()) == {"step": 12, "metrics": {"x": None}, "tokens": {"logp": [-0.5, None]}}
 
 
 def test_tensorboard_hides_the_steps_that_were_taken_back(tmp_path):
@@ -238,13 +230,3 @@ def test_mlflow_has_one_run_for_all_starts_of_a_run_directory(tmp_path, monkeypa
     (run,) = client.runs.values()
     assert run["metrics"] == [(1, "x", 1.0), (2, "x", 2.0)]
     assert (run["name"], run["status"], run["config"]) == ("demo", "FINISHED", {"seed": 3})
-
-
-@pytest.mark.parametrize("tracker", ["wandb"], indirect=True)
-def test_a_tracker_that_does_not_start_is_a_user_error(tmp_path, tracker):
-    def refuse(**arguments):
-        raise RuntimeError("no API key\nconfigured")
-
-    sys.modules["wandb"].init = refuse
-    with pytest.raises(UserError, match=r"logging\.wandb: does not start: no API key configured; .* null"):
-        Recorder(tmp_path, settings(wandb={"project": "p"}))

@@ -11,7 +11,7 @@ from tiny_runs import live, parts
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from qarl.batch.batch import build_batch
-from qarl.batch.columns import Column, RoutingColumn
+from qarl.batch.columns import Column
 from qarl.batch.saved import read_rollouts
 from qarl.errors import UserError
 from qarl.policy.attention import pack
@@ -83,24 +83,6 @@ def test_the_learner_s_own_experts_are_replayed_in_every_later_forward_of_a_step
             whole_prompt, rest = first[tuple(response)]
             expected += [*([whole_prompt] if i == 0 or text != prompts[i - 1] else []), rest]
         assert torch.equal(replay.long(), torch.cat(expected).long())
-
-
-def test_ranks_share_the_experts_that_they_recorded(mixtral) -> None:
-    run = parts(mixtral, model={"routing": "own"}, train=SMALL)
-    batch = live(run)
-    rows = [len(p) + len(r) - 1 for p, r in zip(batch.prompts, batch.responses, strict=True)]
-    chosen = [torch.randint(0, 300, (n, 2, 2), dtype=torch.int16) for n in rows]
-
-    def work(ranks):
-        column = RoutingColumn(len(batch))
-        for index in range(ranks.rank, len(batch), ranks.count):
-            column.fill(batch.part([index]), chosen[index])
-        assert ranks.count == 1 or column.read(batch.part([0, 1])) is None
-        column.share(ranks)
-        return [column.read(batch.part([index])) for index in range(len(batch))]
-
-    for found in (*as_threads(3, work), *as_threads(1, work)):
-        assert all(map(torch.equal, found, chosen))
 
 
 def test_the_router_shift_ratio_is_that_of_the_router_s_own_log_probs(mixtral) -> None:
@@ -200,9 +182,7 @@ CORRECTED = {"level": "token", "signal": "corr", "mode": "truncate", "upper": 2.
 @pytest.mark.parametrize(
     ("tokens", "coefficient", "sections"),
     [
-        (1, "router_z_coef", {}),
         (30, "router_aux_coef", {}),
-        (1, "router_aux_coef", {"model": {"routing": "replay"}}),
         # a pass for the objective's constants tells the choices too
         (30, "router_aux_coef", {"correction": CORRECTED, "model": {"routing": "replay"}}),
     ],

