@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""The runs of configs/evidence: what the starting policy answers, records of runs, figures, tables.
+"""The runs of configs/evidence: what the starting policy answers, missing runs, records, figures, tables.
 
     python tools/evidence.py ladder runs/evidence_sft               # answered tasks by family and level
+    python tools/evidence.py missing --size 175x512 --seeds 0 1 2   # arms of the study and seeds without a record
     python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
     python tools/evidence.py figures                                # docs/results.md, its pictures, further tables
 
@@ -185,6 +186,18 @@ def read_records(folder: Path, size: str | None = None) -> list[Row]:
     if not (records := by_size[size or next(iter(by_size), "")]):
         raise UserError(f"{folder}: no records; make them with tools/evidence.py record")
     return records
+
+
+def show_missing(options: argparse.Namespace) -> None:
+    """Print the seeds without a record of each arm, at its learning rates or, if it has none, at the study's."""
+    seeds = defaultdict(set)
+    for record in read_records(options.root / RECORDS, options.size):
+        seeds[record["arm"], record["lr"]].add(record["seed"])
+    study = load_study(str(STUDY))
+    for arm in study.variants:
+        for rate in sorted(lr for name, lr in seeds if name == arm) or [study.config["optim"]["lr"]]:
+            if left := [str(seed) for seed in options.seeds if seed not in seeds[arm, rate]]:
+                print(f"{arm:20}  lr {rate:g}  seeds {', '.join(left)}")
 
 
 def prompt_means(records: Sequence[Row], index: int) -> list[float]:
@@ -388,6 +401,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     commands = parser.add_subparsers(required=True)
     ladder = commands.add_parser("ladder", help="answered tasks by family and level")
     ladder.add_argument("run", type=Path)
+    missing = commands.add_parser("missing", help="arms and seeds without a record")
+    missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
+    missing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
     record = commands.add_parser("record", help="write the records of finished runs")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
     record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
@@ -395,7 +411,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = "of the records, if there are several; further ones get one table each"
     figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
-    for command, action in ((ladder, show_ladder), (record, write_records), (figures, write_figures)):
+    actions = {ladder: show_ladder, missing: show_missing, record: write_records, figures: write_figures}
+    for command, action in actions.items():
         command.set_defaults(action=action)
     return parser.parse_args(arguments)
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import evidence
@@ -99,6 +100,17 @@ def test_records_and_figures(root):
     assert "A GPU; torch 2.0; revision abcdef01" in page
     for text in (page, further):
         assert text.startswith("Before.\n") and text.endswith("After.\n") and "\nold\n" not in text
+
+
+def test_arms_and_seeds_without_a_record_are_listed(root, capsys, monkeypatch):
+    study = SimpleNamespace(variants=["good", "poor", "never"], config={"optim": {"lr": 1e-5}})
+    monkeypatch.setattr(evidence, "load_study", lambda path: study)
+    run(root, "missing", "--seeds", 0, 1, 3)
+    listed = capsys.readouterr().out.splitlines()
+    assert (
+        "good                  lr 1e-05  seeds 3" in listed and "poor                  lr 3e-05  seeds 1, 3" in listed
+    )
+    assert "never                 lr 1e-05  seeds 0, 1, 3" in listed
 
 
 def test_the_first_steps_of_a_stopped_run_make_a_record(tmp_path, tiny_model):
