@@ -55,10 +55,3 @@ def test_unpacking_restores_every_row(count: int, how: str) -> None:
         layout.unpack(torch.cat(messages), outs)
         for out, right in zip(outs, expected, strict=True):
             assert bits(out) == bits(right), (how, turn)
-
-
-def test_messages_are_padded_only_if_little_is_wasted() -> None:
-    few = Layout([cut(64, 64, 8)], [512])  # all of it is the first rank's
-    assert not few.even and few.sizes == [64 * 512, *[0] * 7]
-    beside = Layout([cut(64, 64, 8), cut(4096, 1, 8)], [512, 512])
-    assert beside.even and beside.largest == (64 + 512) * 512

@@ -14,7 +14,6 @@ MISSING = "import sys\nsys.modules['{}'] = None\n"
 
 # what is wrong: (sections that replace those of `settings`, Python to run first, what the line must say)
 FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
-    "unknown key": ({"train": {"stepz": 3}}, "", ["train.stepz", "steps"]),
     "group size does not divide": (
         {"quant": {"group_size": 128}},
         "",
@@ -31,7 +30,6 @@ FAULTS: dict[str, tuple[dict[str, Any], str, list[str]]] = {
         ["`broken.py:judge`", "does not import", "no_such_module", "broken.py:1"],
     ),
     "no CUDA device": ({"model": {"device": "cuda"}}, "", ["model.device: cuda", "auto or cpu"]),
-    "no such model": ({"model": {"path": "./absent"}}, "", ["model.path", "./absent"]),
     "tensorboard is not installed": (
         {},
         MISSING.format("torch.utils.tensorboard") + MISSING.format("tensorboard"),

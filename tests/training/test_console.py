@@ -33,17 +33,6 @@ def test_without_a_terminal_there_is_one_line_a_step():
     ]
 
 
-def test_none_prints_nothing(tmp_path):
-    console, stream = shown("none")
-    with console, console.phase("rollout") as advance:
-        advance()
-        console.step(1, {"reward/mean": 1.0})
-        console.samples(1, [{"completion": "x"}])
-        console.warn("w")
-        console.summary(tmp_path, [], [("go on", "qarl export")])
-    assert stream.getvalue() == ""
-
-
 def test_a_closed_pipe_silences_the_console():
     read_end, write_end = os.pipe()
     os.close(read_end)

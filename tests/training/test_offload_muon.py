@@ -47,20 +47,6 @@ def test_masters_and_momenta_have_the_bits_of_those_on_the_device(masters, chang
         )
 
 
-def test_what_the_budget_does_not_hold_passes_in_several_loads(monkeypatch) -> None:
-    members, loads = matrices(1), []
-    one = 2 * (3 * 16 * 48 + 2 * 16 * 16)
-    optimizer = OffloadedMuon([{"params": members}], budget=2 * one, **OPTIONS)
-    real = optimizer.host.stream_through_device
-    monkeypatch.setattr(
-        optimizer.host, "stream_through_device", lambda found, work: loads.extend(map(len, found)) or real(found, work)
-    )
-    set_gradients(members, 0, skip=3)
-    optimizer.step()
-    assert loads == [2, 1, 2, 1, 1]  # three of (16, 48), two of (48, 16), and two alone
-    assert members[3] not in optimizer.state and torch.equal(members[3], matrices(1)[3])
-
-
 def named(members: list[Parameter]) -> list[tuple[str, Parameter]]:
     """The last one is no hidden matrix, and AdamW's."""
     names = [f"model.layers.{place}.weight" for place in range(len(members) - 1)] + ["lm_head.weight"]
