@@ -13,7 +13,6 @@ clip and its correction of vLLM's log-probs.
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -24,15 +23,6 @@ from harness import Record, Report, command_line, count, environment, positive
 from qarl.config import Config
 from qarl.rewards.builtin import regex
 from qarl.storage.runs import read_run
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = command_line(__doc__, out=...)
-    parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
-    parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
-    return parser.parse_args(arguments)
 
 
 def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[Record]:
@@ -54,9 +44,7 @@ def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[
         rewards.append(statistics.fmean(scores))
         return scores
 
-    def conversation(row: Record) -> Record:
-        return {"prompt": [{"role": "user", "content": row["prompt"]}]}
-
+    dataset = load_dataset("json", data_files=str(config.data.source), split="train")
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     arguments = trainer_arguments(place, config.train.steps * updates, minibatch, batch, device, False)
@@ -78,7 +66,7 @@ def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[
         model=str(config.model.path),
         reward_funcs=answered,
         args=GRPOConfig(**arguments),
-        train_dataset=load_dataset("json", data_files=str(config.data.source), split="train").map(conversation),
+        train_dataset=dataset.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]}),
         callbacks=[step_clock(time.perf_counter, lambda _: ends.append(time.perf_counter()))],
     )
     begin = time.perf_counter()
@@ -88,7 +76,11 @@ def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[
 
 
 def main() -> int:
-    options = parse()
+    parser = command_line(__doc__, out=...)
+    parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
+    parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
+    options = parser.parse_args()
     runs = {path.name: read_run(path) for path in options.runs}
     config = next(iter(runs.values())).config
     report = Report(options.out, environment())

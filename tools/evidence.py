@@ -411,9 +411,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = "of the records, if there are several; further ones get one table each"
     figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
-    actions = {ladder: show_ladder, missing: show_missing, record: write_records, figures: write_figures}
-    for command, action in actions.items():
-        command.set_defaults(action=action)
+    for one, action in {
+        ladder: show_ladder,
+        missing: show_missing,
+        record: write_records,
+        figures: write_figures,
+    }.items():
+        one.set_defaults(action=action)
     return parser.parse_args(arguments)
 
 

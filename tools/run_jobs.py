@@ -8,8 +8,8 @@ The file is a YAML list of jobs: `name`, `command` (for bash, in the repository'
 tool), `gpus` (how many, default 1) and `seconds` (its limit). Jobs start in the file's order as GPUs come free; one of
 several GPUs makes those behind it wait. A command sees its GPUs alone (CUDA_VISIBLE_DEVICES), and DIR as $OUT.
 DIR/NAME.log has what it printed, DIR/status.txt when it started and how it ended. What a job started that ran out of
-time is asked to end, and prints its Python stacks where it does not. The exit code is 1 where a job failed or ran out
-of time.
+time is asked to end, and prints its Python stacks if it does not. The exit code is 1 if a job failed or ran out of
+time.
 """
 
 import argparse
@@ -18,7 +18,6 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
@@ -40,14 +39,6 @@ class Job(BaseModel):
     gpus: int = Field(default=1, ge=1)
 
 
-@dataclass
-class Running:
-    job: Job
-    gpus: list[str]
-    started: Started
-    began: float
-
-
 def read_jobs(path: Path) -> list[Job]:
     """Raises ValueError if the file is not a list of jobs."""
     jobs = TypeAdapter(list[Job]).validate_python(yaml.safe_load(path.read_text()))
@@ -65,8 +56,9 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path) -> list[str]:
         out: The folder of logs.
     """
     waiting, free, failed = list(jobs), list(gpus), list[str]()
-    running: list[Running] = []
+    running: list[tuple[Job, list[str], Started, float]] = []  # with its GPUs, and when it began
     begin = time.monotonic()
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
     def say(what: str) -> None:
         line = f"{time.monotonic() - begin:7.1f}  {what}"
@@ -79,31 +71,28 @@ def run(jobs: Sequence[Job], gpus: Sequence[str], out: Path) -> list[str]:
             while waiting and waiting[0].gpus <= len(free):
                 job = waiting.pop(0)
                 own, free = free[: job.gpus], free[job.gpus :]
-                running.append(Running(job, own, launch(job, own, out), time.monotonic()))
+                environment = {"CUDA_VISIBLE_DEVICES": ",".join(own), "OUT": str(out), "PATH": tools}
+                with (out / f"{job.name}.log").open("wb") as log:
+                    started = start(["bash", "-c", job.command], os.environ | environment, log, cwd=ROOT)
+                running.append((job, own, started, time.monotonic()))
                 say(f"{job.name}: started on GPU {','.join(own)}")
             time.sleep(0.1)
             for one in list(running):
-                took, code = time.monotonic() - one.began, one.started.process.poll()
-                if code is None and took < one.job.seconds:
+                job, own, started, began = one
+                took, code = time.monotonic() - began, started.process.poll()
+                if code is None and took < job.seconds:
                     continue
-                one.started.end(GRACE_S)  # and what it may have left behind
+                started.end(GRACE_S)  # and what it may have left behind
                 running.remove(one)
-                free = sorted(free + one.gpus, key=gpus.index)
-                failed += [one.job.name] if code != 0 else []
-                how = f"ran out of its {one.job.seconds:g} s" if code is None else f"exit code {code}"
-                say(f"{one.job.name}: {how}, {took:.0f} s")
+                free = sorted(free + own, key=gpus.index)
+                failed += [job.name] if code != 0 else []
+                how = f"ran out of its {job.seconds:g} s" if code is None else f"exit code {code}"
+                say(f"{job.name}: {how}, {took:.0f} s")
     finally:
-        for one in running:
-            one.started.end(GRACE_S)
-            say(f"{one.job.name}: ended early")
+        for job, _, started, _ in running:
+            started.end(GRACE_S)
+            say(f"{job.name}: ended early")
     return failed
-
-
-def launch(job: Job, gpus: Sequence[str], out: Path) -> Started:
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OUT": str(out), "PATH": tools}
-    with (out / f"{job.name}.log").open("wb") as log:
-        return start(["bash", "-c", job.command], os.environ | own, log, cwd=ROOT)
 
 
 def main() -> None:
