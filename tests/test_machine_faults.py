@@ -141,10 +141,3 @@ def test_a_limit_of_the_process_is_one_line_and_the_run_continues_without_it(qar
     assert (done.code, done.err) == (0, "")
     steps = [json.loads(line)["step"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2]
-
-
-@pytest.mark.slow
-def test_a_run_outlives_its_working_directory(qarl, config, tmp_path):
-    (gone := tmp_path / "gone").mkdir()
-    done = qarl.run("train", config, before=AT_THE_SECOND_ROLLOUT.replace("WHAT", repr(CWD_GONE)), cwd=gone)
-    assert (done.code, done.err) == (0, "")

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from qarl_formats.registry import scheme_names
 
-from qarl import api
 from qarl.comparison.offline import members
 from qarl.comparison.offline.offline_page import comparison_charts
 from qarl.errors import UserError
@@ -36,13 +35,6 @@ def test_all_schemes_give_a_table_a_page_and_plots(tiny_model, tmp_path, compare
     plots = {file.name for file in (out / "plots").iterdir()}
     assert plots >= {"kl.png", "perplexity.png", "size.png", "decode.png", "weights_w4a16.png"}
     assert "w4a16 g32" in capsys.readouterr().out
-
-
-def test_an_fp8_kv_cache_is_of_every_row_but_the_baseline(tiny_model, tmp_path, compare):
-    compare(tiny_model(), ["bf16"], kv_cache_dtype="fp8")
-    result = result_in(tmp_path / "out")
-    assert result["settings"]["kv_cache_dtype"] == "fp8" and result["title"].endswith(", FP8 KV cache")
-    assert result["members"][0]["kl"]["mean"] > 0
 
 
 def test_measured_schemes_are_reused_unless_damaged_and_others_join_them(tiny_model, tmp_path, compare, monkeypatch):
@@ -115,31 +107,6 @@ def test_a_changed_model_file_is_noticed_and_a_touched_one_is_accepted(tiny_mode
             compare(model, ["fp8"])
         file.write_bytes(content)
     assert "fp8: measured before" in compare(model, ["fp8"])[1]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("thesis.tex", "exists and is not a comparison"), ("comparison.json", "holds a comparison of runs")],
-)
-def test_a_directory_of_something_else_is_unchanged(tiny_model, tmp_path, compare, name, message):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text('{"kind": "runs"}')
-    with pytest.raises(UserError, match=message):
-        compare(tiny_model(), ["fp8"])
-    assert [file.name for file in (tmp_path / "out").iterdir()] == [name]
-
-
-@pytest.mark.parametrize(
-    ("schemes", "message"),
-    [
-        (["fp4"], "--schemes: 'fp4' is unknown"),
-        (["bf16", "fp8"], "--group-size 32: none of the schemes bf16,fp8 has groups"),
-    ],
-)
-def test_impossible_schemes_are_refused(tiny_model, tmp_path, schemes, message):
-    with pytest.raises(UserError, match=message):
-        api.compare_offline(tiny_model(), schemes, out=tmp_path / "out", group_size=32)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(

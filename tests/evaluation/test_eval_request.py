@@ -20,24 +20,12 @@ def run(**evaluation) -> Target:
 MODEL = Target("model", "m", ModelConfig(path="m"), QuantConfig())
 
 
-def test_without_data_a_run_is_evaluated_on_its_own_tasks():
-    section, notes = evaluation_section(run(tasks=[OWN], samples=2, every=3), Request())
-    assert ([t.name for t in section.tasks], section.samples, section.pass_at, notes) == (["sums"], 2, [1, 2], [])
-
-
 def test_without_tasks_a_run_is_evaluated_on_its_training_data_and_says_so():
     section, notes = evaluation_section(run(), Request(max_prompts=5))
     (task,) = section.tasks
     assert (task.name, task.dataset.source, task.dataset.max_rows) == ("train", "task:arithmetic", 5)
     assert [f.name for f in task.functions] == ["exact"]
     assert notes == ["no --data and no evaluation.tasks in the run: using its training data, at most 5 rows"]
-
-
-def test_the_command_line_comes_before_the_runs_section():
-    target = run(tasks=[OWN], samples=2, pass_at=[2], temperature=0.5, max_response_length=9, every=1)
-    section, _ = evaluation_section(target, Request(samples=8, temperature=0.7, max_response_length=7, seed=3))
-    assert (section.samples, section.pass_at, section.temperature) == (8, [1, 8], 0.7)
-    assert (section.max_response_length, section.seed) == (7, 3)
 
 
 def test_a_given_set_does_not_end_like_the_runs_own_rollouts():
@@ -50,12 +38,6 @@ def test_greedy_draws_one_sample_unless_told_otherwise():
     assert (section.samples, section.pass_at) == (1, [1])
     with pytest.raises(UserError, match=r"samples = 4: greedy .* must be 1"):
         evaluation_section(MODEL, Request(data=("amc",), temperature=0.0, samples=4))
-
-
-def test_max_prompts_lowers_a_tasks_own_limit_and_does_not_raise_it():
-    target = run(tasks=[OWN | {"max_prompts": 3}])
-    for asked, used in ((2, 2), (9, 3)):
-        assert evaluation_section(target, Request(max_prompts=asked))[0].tasks[0].max_prompts == used
 
 
 @pytest.mark.parametrize(

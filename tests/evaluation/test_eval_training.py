@@ -132,15 +132,6 @@ def test_going_back_forgets_the_evaluations_after_the_checkpoint(evaluated, tmp_
     assert sorted(p.name for p in (run / "evaluations").iterdir()) == ["000000.jsonl", "000002.jsonl"]
 
 
-def test_evaluation_may_be_changed_on_resumption_and_is_then_done_anew(evaluated, tmp_path):
-    run = shutil.copytree(evaluated.reference, tmp_path / "run", symlinks=True)
-    done = evaluated.train(run, "evaluation.samples=3", f"checkpoint.resume={run}/checkpoints/000002")
-    assert done.code == 0, done.err
-    samples = {r["step"]: r["tasks"][0]["samples"] for r in jsonl(run / "evaluations.jsonl")}
-    assert samples == {0: 2, 2: 3, 3: 3}
-    assert repeatable(run) == repeatable(evaluated.plain)
-
-
 PROBLEMS = [{"prompt": f"{a} + {b}", "answer": str(a + b)} for a, b in ((1, 2), (3, 4), (5, 6))]
 GRADE = "STRICT = 1\n\ndef grade(completions, prompts, **columns):\n    return [1.0 for c in completions]\n"
 
@@ -189,22 +180,6 @@ def test_a_task_with_other_data_is_refused_unless_it_has_another_name(tiny_model
         changed.check(tmp_path, 2)
     assert changed.check(tmp_path, 1) == []  # the later one is forgotten
     assert _evaluation_of(_loaded(tmp_path, model, **changes, name="other")).check(tmp_path, 2) == []
-
-
-def test_a_reward_that_breaks_down_in_an_evaluation_loses_no_finished_step(evaluated, tmp_path):
-    (tmp_path / "judge.py").write_text(
-        "import pathlib\n"
-        "def judge(completions, prompts, **columns):\n"
-        f"    calls = pathlib.Path({str(tmp_path / 'calls')!r})\n"
-        "    calls.write_text(calls.read_text() + 'x' if calls.exists() else 'x')\n"
-        "    assert calls.read_text() == 'x', 'the judge is away'\n"
-        "    return [1.0 for c in completions]\n"
-    )
-    run, reward = tmp_path / "run", f"evaluation.tasks.0.reward=[{{name: '{tmp_path}/judge.py:judge'}}]"
-    done = evaluated.train(run, reward, "checkpoint.every=9")
-    assert done.code == 2 and done.err.count("\n") == 1, done.err
-    assert done.err.startswith("error: evaluation task short: reward `judge`: ") and "the judge is away" in done.err
-    assert sorted(p.name for p in (run / "checkpoints").iterdir()) == ["000002", "latest"]
 
 
 def test_evaluations_that_cannot_be_are_refused_before_the_run_starts(evaluated, tmp_path):

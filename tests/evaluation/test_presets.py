@@ -12,7 +12,7 @@ import pytest
 from qarl.config import EvalTask, ModelConfig
 from qarl.config.evaluation_presets import PRESETS
 from qarl.errors import UserError
-from qarl.evaluation.tasks import TaskRewards, load_tasks, require_room
+from qarl.evaluation.tasks import TaskRewards, load_tasks
 from qarl.policy.load import load_tokenizer
 from qarl.types import Rollout
 
@@ -157,13 +157,3 @@ def test_several_answers_are_compared_as_a_set(tokenizer, local, rewards_of):
 def test_a_file_without_the_answer_column_is_refused_with_the_columns_it_has(tokenizer, local):
     with pytest.raises(UserError, match=r"evaluation task gsm8k: .*no column `answer`; it has: question, solution$"):
         load_tasks([local("gsm8k", {"question": "1?", "solution": "1"})], tokenizer)
-
-
-def test_long_prompts_of_a_preset_are_kept_and_refused_where_they_do_not_fit(tokenizer, local):
-    tasks = load_tasks([local("gsm8k", *({"question": q, "answer": "1"} for q in ("x" * 900, "y")))], tokenizer)
-    assert len(tasks[0].prompts) == 2
-    longest = tasks[0].longest
-    require_room(tasks, 10, longest + 10, "the context", "--length")
-    said = r"gsm8k: 1 of 2 prompts .* exceed the context of .*; set --length to 9 or less"
-    with pytest.raises(UserError, match=said):
-        require_room(tasks, 10, longest + 9, "the context", "--length")

@@ -72,8 +72,3 @@ def test_text_of_others_stays_in_its_cell(run):
     )
     text = card(resolve_target(str(run.path)))
     assert "| x \\| y \\<b\\> # z | 4 |" in text
-
-
-def test_a_quantized_model_is_called_a_baseline(tiny_model):
-    text = card(resolve_target(str(tiny_model()), quant={"scheme": "w4a16", "group_size": 32}))
-    assert "rounding to nearest, without training: a baseline" in text and "## Training" not in text

@@ -120,13 +120,6 @@ def test_an_export_is_pushed_with_its_card_unless_its_verification_failed(ok, ru
     assert ("pushed to hub/me/mine/1" in out) == ok
 
 
-def test_export_of_a_damaged_checkpoint_names_the_others_and_takes_none(run, refusal):
-    flip(run.path / "checkpoints" / "000004" / "masters.safetensors")
-    line = refusal("export", run.path)
-    assert "000004/masters.safetensors: the digest does not match" in line and "--step (2)" in line
-    assert not (run.path / "export").exists()
-
-
 def test_export_of_what_the_run_does_not_have_says_what_it_has_or_that_nothing_is_left(run, refusal):
     assert "--step: " in (line := refusal("export", run.path, "--step", 3)) and "it has 2, 4" in line
     shutil.rmtree(run.path / "checkpoints" / "000002")
@@ -134,21 +127,6 @@ def test_export_of_what_the_run_does_not_have_says_what_it_has_or_that_nothing_i
     assert "restore it from a copy" in refusal("export", run.path)
     shutil.rmtree(run.path / "checkpoints")
     assert "the run has no checkpoint yet" in refusal("export", run.path)
-
-
-def test_export_points_to_quantize_and_quantize_to_export(tiny_model, run, refusal, tmp_path):
-    assert "use qarl quantize" in refusal("export", tiny_model(), tmp_path / "out")
-    assert "use qarl export" in refusal("quantize", run.path, tmp_path / "out", "--scheme", "fp8")
-
-
-def test_export_into_a_place_taken_or_not_writable_is_refused_before_reading(run, refusal, tmp_path, monkeypatch):
-    monkeypatch.setattr("qarl.exporting.job.open_masters", lambda target: pytest.fail("read"))
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "mine").write_text("mine")
-    assert "exists and is not empty; remove it, or choose another OUT" in refusal("export", run.path, tmp_path / "out")
-    assert entries(tmp_path / "out") == ["mine"]
-    (tmp_path / "file").touch()
-    assert "file/out: cannot be written" in refusal("export", run.path, tmp_path / "file" / "out")
 
 
 @pytest.mark.parametrize("name", ["asymmetric", "symmetric7", "fp8_block"])

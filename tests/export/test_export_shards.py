@@ -3,7 +3,6 @@
 import pytest
 from qarl_formats.scheme import TensorSpec
 
-from qarl.errors import UserError
 from qarl.storage.shards import parse_size, plan_shards, shard_index
 
 
@@ -13,10 +12,6 @@ def specs(*sizes: int) -> dict[str, dict[str, TensorSpec]]:
         f"p{i}": {f"p{i}.weight": TensorSpec((size - 2,), "int8"), f"p{i}.scale": TensorSpec((1,), "bfloat16")}
         for i, size in enumerate(sizes)
     }
-
-
-def test_one_file_has_no_number():
-    assert [shard.file for shard in plan_shards(specs(10, 10), 20)] == ["model.safetensors"]
 
 
 def test_parameters_stay_whole_and_in_order_and_within_the_limit():
@@ -39,9 +34,3 @@ def test_index_counts_tensor_bytes_and_names_each_file():
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "GB", "0", "5 apples", "-1GB", "7B", "1e9"])
-def test_no_sizes(text):
-    with pytest.raises(UserError, match=r"--max-shard-size: .* is not a size"):
-        parse_size(text)

@@ -1,7 +1,6 @@
 """Atomic exports: full disks, signals, leftovers of killed exports, two exports at once."""
 
 import os
-import resource
 import signal
 
 import pytest
@@ -10,7 +9,7 @@ from tiny_exports import TinyRun, entries, save_run
 
 from qarl.errors import UserError
 from qarl.exporting import staging
-from qarl.exporting.staging import require_vacant, staged
+from qarl.exporting.staging import require_vacant
 
 
 @pytest.fixture
@@ -23,18 +22,6 @@ def test_too_little_space_is_refused_before_a_tensor_is_written(run, tmp_path, m
     monkeypatch.setattr("qarl.exporting.writer._write_tensors", lambda *arguments: pytest.fail("wrote"))
     with pytest.raises(UserError, match=r"no space for the export \([\d,]+ bytes needed, 20,000 free\); .*another OUT"):
         run.export(tmp_path / "out")
-    assert entries(tmp_path) == ["run"]
-
-
-def test_a_real_write_failure_half_way_through_a_file_leaves_nothing(run, tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, hard))
-    try:
-        with pytest.raises(UserError, match="cannot be written: File too large") as caught:
-            run.export(tmp_path / "new" / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "\n" not in str(caught.value)
     assert entries(tmp_path) == ["run"]
 
 
@@ -68,14 +55,6 @@ def test_the_next_export_clears_what_a_killed_one_left(run, tmp_path):
     run.export(tmp_path / "out")
     assert entries(tmp_path) == ["out", "run"]
     assert sum(name.endswith(".safetensors") for name in entries(tmp_path / "out")) == 1
-
-
-def test_two_at_once_into_one_place_are_refused(tmp_path):
-    with staged(tmp_path / "out") as first:
-        (first / "file").write_text("1")
-        with pytest.raises(UserError, match="out: another process is writing it"), staged(tmp_path / "out"):
-            pytest.fail("both write")
-    assert (tmp_path / "out" / "file").read_text() == "1" and entries(tmp_path) == ["out"]
 
 
 def test_an_output_in_use_is_refused(tmp_path):

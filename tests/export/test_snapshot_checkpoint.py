@@ -10,10 +10,8 @@ from tiny_exports import SCHEMES, entries, same_bytes, save_run, stored_tensors
 from transformers import AutoTokenizer
 
 from qarl.config import ModelConfig
-from qarl.errors import UserError
 from qarl.policy.load import load_tokenizer
 from qarl.policy.policy import Policy
-from qarl.weight_sync import checkpoint as snapshot_checkpoint
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 
 
@@ -49,24 +47,3 @@ def test_the_documents_are_those_of_an_export(name, tiny_model, tmp_path):
         assert ours == theirs
     ours, theirs = (AutoTokenizer.from_pretrained(tmp_path / place) for place in ("out", "export"))
     assert ours.chat_template == theirs.chat_template and ours("12 + 3").input_ids == theirs("12 + 3").input_ids
-
-
-def test_a_directory_that_exists_and_a_disk_that_is_full_are_refused_and_nothing_is_left(
-    tiny_model, tmp_path, monkeypatch
-):
-    def full(self, name, tensor):
-        raise OSError(28, "No space left on device")
-
-    model = tiny_model()
-    policy, mine = make_policy(model, dtype=torch.bfloat16), tmp_path / "mine"
-    mine.mkdir()
-    (mine / "x").touch()
-    with pytest.raises(UserError, match="cannot be written: File exists"):
-        write(policy, model, mine)
-    monkeypatch.setattr(snapshot_checkpoint.TensorFile, "write", full)
-    with pytest.raises(UserError, match=r"No space left on device .*choose another train\.run_dir"):
-        write(policy, model, mine / "out")
-    monkeypatch.setattr(snapshot_checkpoint, "free_bytes", lambda path: 1000)
-    with pytest.raises(UserError, match=r"no space .*bytes needed, 1,000 free.*another train\.run_dir") as caught:
-        write(policy, model, mine / "out")
-    assert len(str(caught.value).splitlines()) == 1 and entries(mine) == ["x"]

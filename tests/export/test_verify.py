@@ -102,17 +102,6 @@ def test_agreement_counts_the_mean_over_all_tokens_and_neither_nan_nor_another_t
     assert verify.compare("qarl", REFERENCE, other, bound=0.0).status == "differs"
 
 
-def test_prompts_come_from_the_latest_rollouts(tiny_model, tmp_path):
-    run, out = exported(tiny_model, tmp_path, "w8a8")
-    (run.path / "rollouts").mkdir()
-    for step, text in ((1, "old"), (2, "new")):
-        rows = [{"step": step, "prompt": f"{text} {i // 2}"} for i in range(12)]
-        (run.path / "rollouts" / f"{step:06d}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    verified(run, out)
-    record = json.loads((out / "verification.json").read_text())
-    assert [g["prompt"] for g in record["greedy"]] == ["new 0", "new 1", "new 2", "new 3", *verify.PROMPTS]
-
-
 def test_bf16_export_is_compared_with_the_masters_in_bf16(tiny_model, tmp_path):
     run, _ = exported(tiny_model, tmp_path, "w4a16-g32")
     target = resolve_target(str(run.path), quant={"scheme": "bf16"})

@@ -148,14 +148,6 @@ def test_the_oldest_sequence_is_never_preempted():
     assert simulation.scheduler.preemptions > 0
 
 
-def test_a_newcomer_leaves_a_page_to_each_sequence_that_may_need_one():
-    simulation = Simulation(pages=4, max_response_length=100)
-    for _ in range(4):
-        simulation.add(10, [100])
-    simulation.step()
-    assert len(simulation.scheduler.running) == 2 and simulation.pool.free == 2
-
-
 def test_forks_share_full_pages_and_own_the_partial_one():
     simulation = Simulation(pages=20)
     samples = simulation.add(2 * PAGE + 5, [3, 3, 3])
@@ -171,12 +163,3 @@ def test_a_sample_that_starts_late_computes_only_the_last_prompt_token():
     while chunk is None:
         chunk = next((c for c in simulation.step() if c.sequence is late), None)
     assert (chunk.start, chunk.stop) == (99, 100)
-
-
-def test_decodes_come_before_prefills_in_the_token_budget():
-    simulation = Simulation(pages=40, max_batched_tokens=5)
-    old = simulation.add(2, [50, 50, 50])
-    simulation.step()
-    simulation.add(100, [1])
-    chunks = simulation.step()
-    assert [c.sequence for c in chunks[:3]] == old and [c.stop - c.start for c in chunks] == [1, 1, 1, 2]

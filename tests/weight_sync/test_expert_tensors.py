@@ -52,23 +52,6 @@ def test_experts_are_sent_as_two_stacks_and_separated_again(scheme, group, apart
         assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-def test_the_order_of_rows_is_gate_and_up_of_each_expert() -> None:
-    tensors = {
-        f"{EXPERTS}.{i}.{leaf}.weight": torch.full((2, 4), 10.0 * i + j)
-        for i in range(11)
-        for j, leaf in enumerate(("gate_proj", "up_proj", "down_proj"))
-    }
-    joined = join_experts(tensors)
-    assert joined[f"{EXPERTS}.w13.weight"][::2, 0].tolist() == [10 * i + j for i in range(11) for j in (0, 1)]
-    assert joined[f"{EXPERTS}.w2.weight"][::2, 0].tolist() == [10 * i + 2 for i in range(11)]
-
-
-def test_adjacent_tensors_are_not_copied() -> None:
-    tensors = published("w8a8", None)
-    joined = join_experts(tensors)
-    assert joined[f"{EXPERTS}.w13.weight"].data_ptr() == tensors[f"{EXPERTS}.0.gate_proj.weight"].data_ptr()
-
-
 @pytest.mark.parametrize("other", [None, torch.zeros(16, 64, dtype=torch.int8), torch.zeros(32, 64)])
 def test_experts_that_are_not_all_alike_stay_as_they_are(other) -> None:
     tensors = published("w8a8", None)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from qarl.errors import UserError
 from qarl.utils.packed_linears import shared_scales
-from qarl.weight_sync.quantize import adjacent_runs, quantize_parameter, quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameter, quantize_parameters
 from qarl.weight_sync.snapshot import build_snapshot
 
 SHAPES = {
@@ -80,20 +80,6 @@ def test_a_shape_that_does_not_fit_is_refused_by_name() -> None:
         quantize_parameters(values, scheme_of("w4a16"), torch.bfloat16, 3)
 
 
-@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU to wait for")
-def test_a_gpu_is_waited_for_once() -> None:
-    values = masters()
-    of = scheme_of("w4a16")
-    quantize_parameters(values, of, torch.bfloat16, 3, True)  # compiles
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with pytest.warns(UserWarning) as waits:
-            quantize_parameters(values, of, torch.bfloat16, 3, True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert len([wait for wait in waits if "synchronizing" in str(wait.message)]) == 1
-
-
 def experts(inner: int = 16, count: int = 4) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Masters of a layer's experts as they are loaded, under one another in memory, and the names of its two stacks."""
     generator = torch.Generator().manual_seed(0)
@@ -133,15 +119,6 @@ def test_adjacent_masters_that_are_not_quantized_are_rounded_at_once() -> None:
     values[stacks[0][3]][5, 7] = torch.nan
     with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
         quantize_parameters(values, *how, groups=stacks)
-
-
-def test_runs_are_of_neighbours_and_no_longer_than_asked() -> None:
-    (values, stacks), of = experts(), scheme_of("w4a16")
-    assert list(adjacent_runs(stacks[1], values, of)) == [stacks[1]]
-    assert list(adjacent_runs(stacks[1], values, of, most=3 * 16 * 32 * 4)) == [stacks[1][:3], stacks[1][3:]]
-    apart = values | {stacks[1][2]: values[stacks[1][2]].clone()}
-    assert list(adjacent_runs(stacks[1], apart, of)) == []
-    assert list(adjacent_runs(stacks[1], values, lambda name: None if "experts.1." in name else of(name))) == []
 
 
 @pytest.mark.parametrize("scheme", scheme_names())

@@ -1,24 +1,18 @@
 """Transports: tensors arrive in another process bit for bit, in order, publish after publish."""
 
 import gc
-import inspect
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import nullcontext
 
 import pytest
 import torch
 from far_side import ragged, random_bytes
-from torch import Tensor
-from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
-from qarl.weight_sync import transport as transport_module
 from qarl.weight_sync.fingerprints import fingerprints
 from qarl.weight_sync.transport import (
     ALIGNED,
     CudaHandle,
-    CudaIpcReceiver,
     CudaIpcTransport,
     Entry,
     MemoryFileReceiver,
@@ -90,31 +84,3 @@ def test_every_kind_of_place_arrives_as_it_was_sent() -> None:
     entries = [Entry("big", "int32", (33, 7), handle), Entry("small", "float8_e4m3fn", (), 64)]
     payload = Payload((*entries, *CudaIpcTransport((0,)).pack(ragged()).entries), 1 << 33)
     assert arrived(payload) == payload
-
-
-def test_cpu_tensors_beside_those_of_a_gpu_travel_inside_the_payload_by_ipc() -> None:
-    payload = arrived(CudaIpcTransport((0,)).pack(ragged()))
-    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", 0))
-    assert fingerprints(receiver.take(payload)) == fingerprints(ragged().items())
-
-
-@pytest.mark.parametrize("source", [0, 1])
-def test_torch_gets_back_the_fields_of_a_shared_tensor(source: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of the fields, where no GPU is needed to see it."""
-    shape = Tensor, torch.Size((3, 4)), (4, 1), 5, torch.TypedStorage, torch.bfloat16
-    given = (*shape, 7, b"h\0\xff", 96, 1 << 33, False, b"/torch_1_2_3", 11, b"event\0", True)
-    assert len(given) == len(inspect.signature(rebuild_cuda_tensor).parameters)
-    taken: list[tuple] = []
-
-    class Opened:
-        def to(self, device: torch.device) -> torch.device:
-            return device
-
-    monkeypatch.setattr(transport_module, "reduce_tensor", lambda tensor: (rebuild_cuda_tensor, given))
-    monkeypatch.setattr(transport_module, "rebuild_cuda_tensor", lambda *args: taken.append(args) or Opened())
-    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    tensor = torch.zeros(3, 4, dtype=torch.bfloat16)
-    payload = arrived(Payload((Entry.of("a", tensor, CudaIpcTransport((0,))._handle(tensor)),)))
-    receiver = CudaIpcReceiver(torch.device("cuda", 0), torch.device("cuda", source))
-    assert list(receiver.take(payload)) == [("a", torch.device("cuda", 0))]
-    assert taken == [(*given[:6], source, *given[7:])]  # the GPU's number is the receiver's own
