@@ -13,6 +13,7 @@ clip and its correction of vLLM's log-probs.
 import argparse
 import statistics
 import time
+from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,14 @@ from harness import Record, Report, command_line, count, environment, positive
 from qarl.config import Config
 from qarl.rewards.builtin import regex
 from qarl.storage.runs import read_run
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = command_line(__doc__, out=...)
+    parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
+    parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
+    parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
+    return parser.parse_args(arguments)
 
 
 def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[Record]:
@@ -75,12 +84,8 @@ def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[
     return [{"reward": r, "seconds": ends[(i + 1) * updates - 1] - begin} for i, r in enumerate(rewards)]
 
 
-def main() -> int:
-    parser = command_line(__doc__, out=...)
-    parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
-    parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
-    options = parser.parse_args()
+def main() -> None:
+    options = parse()
     runs = {path.name: read_run(path) for path in options.runs}
     config = next(iter(runs.values())).config
     report = Report(options.out, environment())
@@ -95,8 +100,7 @@ def main() -> int:
         last = statistics.fmean(step["reward"] for step in steps[len(steps) // 2 :])
         name = " ".join(filter(None, (record["trainer"], record.get("run"))))
         print(f"{name}: {len(steps)} steps in {steps[-1]['seconds']:.1f} s, reward of the second half {last:.3f}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -411,24 +411,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     sizes = "of the records, if there are several; further ones get one table each"
     figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
     figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
-    for one, action in {
-        ladder: show_ladder,
-        missing: show_missing,
-        record: write_records,
-        figures: write_figures,
-    }.items():
-        one.set_defaults(action=action)
+    ladder.set_defaults(action=show_ladder)
+    missing.set_defaults(action=show_missing)
+    record.set_defaults(action=write_records)
+    figures.set_defaults(action=write_figures)
     return parser.parse_args(arguments)
 
 
-def main() -> int:
+def main() -> None:
     options = parse()
     try:
         options.action(options)
     except UserError as error:
         sys.exit(f"error: {error}")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

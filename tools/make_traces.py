@@ -283,15 +283,14 @@ def make(options: argparse.Namespace, count_tokens: Callable[[str], int]) -> Non
         (options.out / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in found))
 
 
-def main() -> int:
+def main() -> None:
     from qarl.config import ModelConfig
     from qarl.policy.load import load_tokenizer
 
     options = parse()
     tokenizer = load_tokenizer(ModelConfig(path=options.model))
     make(options, lambda text: len(tokenizer(text, add_special_tokens=False)["input_ids"]))
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()
