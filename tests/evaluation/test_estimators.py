@@ -33,10 +33,6 @@ def test_k_outside_the_samples_is_refused(k):
         task_pass_at_k([1, 2], 4, k)
 
 
-def test_pass_at_1_is_avg():
-    assert task_pass_at_k([0, 3, 4, 1], 4, 1) == task_avg([0, 3, 4, 1], 4)
-
-
 def test_task_values_are_means_over_prompts():
     counts = [0, 1, 4, 4, 2]
     assert task_avg(counts, 4).mean == pytest.approx(11 / 20)

@@ -186,3 +186,12 @@ def test_evaluations_that_cannot_be_are_refused_before_the_run_starts(evaluated,
     done = evaluated.train(tmp_path / "run", "evaluation.max_response_length=600", "data.max_prompt_length=32")
     assert done.code == 2 and "the context of 512 tokens; lower it" in done.err, done.err
     assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_may_be_changed_on_resumption_and_is_then_done_anew(evaluated, tmp_path):
+    run = shutil.copytree(evaluated.reference, tmp_path / "run", symlinks=True)
+    done = evaluated.train(run, "evaluation.samples=3", f"checkpoint.resume={run}/checkpoints/000002")
+    assert done.code == 0, done.err
+    samples = {r["step"]: r["tasks"][0]["samples"] for r in jsonl(run / "evaluations.jsonl")}
+    assert samples == {0: 2, 2: 3, 3: 3}
+    assert repeatable(run) == repeatable(evaluated.plain)

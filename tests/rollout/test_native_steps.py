@@ -16,7 +16,6 @@ from qarl.config import RolloutConfig
 from qarl.policy.routes import ExpertLayer
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.native.graphs import graph_pages
 from qarl.types import Prompt
 from qarl.utils.expert_names import EXPERT_NAMES
 
@@ -127,8 +126,3 @@ def test_graphs_are_dropped_by_a_publish_sleep_and_another_truncation(make) -> N
     engine.sleep()
     assert engine._runner is None and engine._cache is None
     check(engine, prompts, SamplingParams(2, 0, 6))
-
-
-@pytest.mark.parametrize(("longest", "pages"), [(1, 16), (1024, 16), (1025, 32), (3000, 64), (8192, 128)])
-def test_pages_of_a_graph_are_those_of_chunks_of_attention(longest: int, pages: int) -> None:
-    assert graph_pages(longest) == pages
