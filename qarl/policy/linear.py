@@ -7,8 +7,8 @@
 (QaRL, section 3.1.) Layers that read the same input are one packed linear, as in vLLM: q, k and v; gate and up; in a
 mixture, gate and up of all experts. A row's bits do not depend on the other rows.
 
-On a GPU Triton kernels multiply, and `qarl.policy.layer` calls the backward (`OutputGradient`), which adds to the
-masters' `.grad` in place. In plain torch autograd calls the backward, which returns the gradients.
+On a GPU Triton kernels multiply, and the layers (`layer`, `mlp`, `mixture`) call the backward (`OutputGradient`),
+which adds to the masters' `.grad` in place. In plain torch autograd calls the backward, which returns the gradients.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     prompts, rollouts, scores = sample(config, run, step, watch)
     watch.scored(prompts, rollouts, scores)
 
-    batch = build_batch(
+    batch = build_batch(  # with advantages
         prompts,
         rollouts,
         scores.total,
@@ -55,8 +55,8 @@ def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
         stale=config.learns_stale,
         given=config.given,
     )
-    if (ahead := config.rollout.asynchronous) is not None:
-        batch.trust_sampler(ahead.verify_frac, config.train.seed, step)
+    if (asynchronous := config.rollout.asynchronous) is not None:
+        batch.trust_sampler(asynchronous.verify_frac, config.train.seed, step)
 
     with (
         watch.phase("learner", learner.forwards(batch, step)),
