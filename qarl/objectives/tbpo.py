@@ -9,8 +9,8 @@ gradient, because after an error token the rest of the response is off the traje
     A < 0:  J = w' A s   if 1 - neg_low <= s <= 1 + neg_high, else constant (s at the bound that it crossed)
 
 l, o, b: log-probs of the current, the proximal and the sampling policy (docs/objectives.md). `Objective` averages -J
-over the batch. The paper's seq_clip_ratio_low has no effect, because for A > 0 a lower bound never binds in min(). w' is a
-correction weight with level geometric, truncated on both sides, so `correction.py` applies it like every correction.
+over the batch. The paper's seq_clip_ratio_low has no effect, because for A > 0 a lower bound never binds in min(). w'
+is a correction weight with level geometric, truncated on both sides; `correction.py` applies it like every correction.
 """
 
 from __future__ import annotations
