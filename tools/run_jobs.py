@@ -100,7 +100,7 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="the jobs")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these jobs alone, in this order")
     parser.add_argument("--out", type=Path, required=True, help="folder for logs and for what the commands write")
-    parser.add_argument("--gpus", nargs="+", metavar="INDEX", help="default: all that there are")
+    parser.add_argument("--gpus", nargs="+", metavar="INDEX", help="default: all GPUs")
     options = parser.parse_args()
     by_name, gpus = {job.name: job for job in read_jobs(options.file)}, options.gpus or visible_gpus()
     if unknown := sorted(set(options.only or []) - set(by_name)):

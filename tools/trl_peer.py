@@ -19,8 +19,8 @@ from qarl.training.metrics import peak_memory_gib
 def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
     """Arguments of `trl.GRPOConfig` for every run: float32 masters, bf16 products on a GPU, AdamW, no KL term.
 
-    steps: Optimizer steps, of `rows` responses each, of which `batch` run together. checkpointing: Whether the backward
-    recomputes activations.
+    steps: Optimizer steps. rows: Responses per step. batch: Responses per forward and backward.
+    checkpointing: Recompute activations in the backward.
     """
     return {
         "output_dir": str(place),

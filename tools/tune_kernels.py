@@ -72,7 +72,7 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> dict[int, Tile]
         if not timed:
             continue
         best = min(timed, key=timed.__getitem__)
-        for tile in (*done.values(), before):  # every other tile is a kernel more to compile where it is used
+        for tile in (*done.values(), before):  # fewer distinct tiles: fewer kernels to compile
             if timed.get(tile, math.inf) < 1.015 * timed[best]:
                 best = tile
                 break

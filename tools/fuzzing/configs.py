@@ -108,7 +108,7 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
         section["name"] = pick(draw, readers or ["sapo"])
 
 
-# Sections of which every value trains on any machine in a second, and what the case itself needs of them.
+# Sections whose valid values all train in about a second on any machine, and their keys that no case changes.
 VALID = ("objective", "correction", "optim", "checkpoint", "diagnostics")
 LEFT_OUT = listed("""
     objective.path  objective.kwargs  objective.router  objective.teacher  diagnostics.backward_every
