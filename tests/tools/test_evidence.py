@@ -166,6 +166,8 @@ def test_every_arm_plans_with_the_reward_of_the_traces(smollm2, tmp_path):
     write_lines(tmp_path / "tasks.jsonl", TASKS)
     sources = [f"{key}.source={tmp_path / 'tasks.jsonl'}" for key in ("data", "evaluation.tasks.0.data")]
     found = load_study(str(evidence.STUDY))
+    own = {name: arm for name, arm in found.variants.items() if "path" not in arm.get("model", {})}  # the policy's
+    found = found.model_copy(update={"variants": own})
     for profile, size in ((None, (200, 512)), ("short", (60, 256))):
         members = plan_study(found, "arms", [f"model.path={smollm2}", *sources], Path("out"), profile, seeds=[0, 1])
         assert len(members) == 2 * len(found.variants)
