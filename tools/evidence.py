@@ -50,6 +50,7 @@ CURVES = {  # metric -> (how a table's number is taken from the steps, head of i
     "policy/clip_frac": ("mean", "clipped or dropped"),
     "policy/entropy": ("last quarter", "entropy, last quarter"),
     "policy/grad_norm": ("mean", "gradient norm"),
+    "mismatch/routing_disagreement": ("mean", "other experts"),
     "error_tokens/frac": ("last quarter", "error tokens, last quarter"),
     "quant/codes_changed_frac": ("mean", "codes changed per step"),
     "response/length_mean": ("last quarter", "tokens, last quarter"),
@@ -347,7 +348,7 @@ def write_figures(options: argparse.Namespace) -> None:
         """The setting, the records, and those of the arm that others are compared with, at its best learning rate."""
         records = read_records(options.root / RECORDS, size)
         groups = grouped(records, order)
-        others = [found for (arm, _), found in groups.items() if arm == options.reference]
+        others = [found for (arm, _), found in groups.items() if arm in options.reference]
         return setting(records), groups, max(others, key=lambda r: step_number(r, "reward/mean") or 0.0, default=None)
 
     first, *further = options.size or [None]
@@ -410,7 +411,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     figures = commands.add_parser("figures", help="write docs/results.md and its pictures; further tables")
     sizes = "of the records, if there are several; further ones get one table each"
     figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
-    figures.add_argument("--reference", default="qarl-tbpo", help="arm of the differences; default %(default)s")
+    figures.add_argument("--reference", nargs="+", default=["qarl-tbpo", "experts-qarl"], help="arm of the differences")
     ladder.set_defaults(action=show_ladder)
     missing.set_defaults(action=show_missing)
     record.set_defaults(action=write_records)
