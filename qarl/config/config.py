@@ -10,7 +10,7 @@ from pydantic import model_validator
 from qarl.config.by_device import ON_CPU
 from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.data import DataConfig
-from qarl.config.diagnostics import DiagnosticsConfig
+from qarl.config.diagnostics import COSTLY, DiagnosticsConfig
 from qarl.config.distributed import DistributedConfig
 from qarl.config.evaluation import EvaluationConfig
 from qarl.config.logging import LoggingConfig
@@ -203,6 +203,9 @@ class Config(Section):
         if self.quant.init != "rtn" and self.optim.master_dtype != "float32":
             text = f"masters rounded to optim.master_dtype {self.optim.master_dtype} quantize to other codes; use rtn"
             yield self.fault("quant.init", text)
+        if self.diagnostics.reference_every and self.objective.kl_coef:
+            text = "objective.kl_coef measures policy/kl_ref in every step; must be 0"
+            yield self.fault("diagnostics.reference_every", text)
         if self.optim.offload and self.model.device == "cpu":
             yield self.fault("optim.offload", "model.device is cpu: there is no device to offload from; must be false")
         if self.rollout.n == 1 and self.objective.advantage in GROUP_ADVANTAGES:
@@ -256,7 +259,7 @@ class Config(Section):
         elif functions:
             text = f"{objective.name} with given responses has no rewards; leave the section out"
             yield Fault(("reward", "functions"), [function.name for function in functions], text)
-        for key in ("shadow_every", "deployed_every", "gradients_every", "backward_every", "routing_every"):
+        for key in (f"{name}_every" for name in COSTLY if name != "crossings"):
             if getattr(self.diagnostics, key):
                 yield self.fault(f"diagnostics.{key}", "needs responses with advantages; must be 0 for given ones")
         if self.model.routing != "own":

@@ -5,8 +5,8 @@ from typing import Literal
 from qarl.inputs.limits import STEPS, TOKENS
 from qarl.inputs.section import Field, Section
 
-Costly = Literal["shadow", "deployed", "crossings", "gradients", "backward", "routing"]
-COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "crossings", "gradients", "backward", "routing")
+Costly = Literal["shadow", "deployed", "reference", "crossings", "gradients", "backward", "routing"]
+COSTLY: tuple[Costly, ...] = ("shadow", "deployed", "reference", "crossings", "gradients", "backward", "routing")
 
 
 class DiagnosticsConfig(Section):
@@ -25,6 +25,13 @@ class DiagnosticsConfig(Section):
         le=STEPS,
         description="deployed/*: whether the step moved the served policy along the advantages. Costs two "
         "forwards over the step's responses, or one for an aligned learner.",
+    )
+    reference_every: int = Field(
+        0,
+        ge=0,
+        le=STEPS,
+        description="policy/kl_ref: KL of the learner from the initial policy, as with objective.kl_coef but without a "
+        "penalty. Costs a forward over the step's responses, and the memory of the initial policy.",
     )
     crossings_every: int = Field(
         0,

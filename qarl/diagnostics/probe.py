@@ -25,8 +25,9 @@ from qarl.diagnostics.precision import deployed_metrics, precision_metrics
 from qarl.diagnostics.record import StepTokens
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.objectives.common import TokenLogProbs
-from qarl.objectives.objective import Objective
+from qarl.objectives.objective import Objective, kl_to_reference
 from qarl.objectives.segments import Totals
+from qarl.policy.linear import WeightSet
 from qarl.policy.policy import Policy
 from qarl.utils.threads import one_thread
 
@@ -61,7 +62,7 @@ class Probe(Observer):
             gathered on all ranks at the end.
 
     Attributes:
-        metrics: precision/*, deployed/*, gradients/* and backward/*. Complete after `learned`.
+        metrics: precision/*, deployed/*, policy/kl_ref, gradients/* and backward/*. Complete after `learned`.
         backward: Errors per linear layer, see `BackwardError`; None if not due.
         gradient_signs: Signs of the clean gradient by master name, int8 on the CPU; empty if not due.
     """
@@ -89,7 +90,7 @@ class Probe(Observer):
 
     def begin(self, batch: Batch) -> None:
         if "deployed" in self.due and not self.policy.aligned:
-            self._before = self._shadow_of_all(batch)
+            self._before = self._logps_of_all(batch, self.policy.shadow)
 
     def minibatch(self, minibatch: Part) -> None:
         count = len(minibatch.batch)
@@ -119,6 +120,10 @@ class Probe(Observer):
                 self.metrics |= self._precision(batch)
         if "deployed" in self.due:
             self.metrics |= self._deployed(batch)
+        if "reference" in self.due:
+            assert self.policy.reference is not None, "no reference was kept"
+            old, reference = batch.whole(CPU).logp_old, self._logps_of_all(batch, self.policy.reference)
+            self.metrics["policy/kl_ref"] = float(kl_to_reference(old.double(), reference.double(), "k3").mean())
 
     def _share(self) -> None:
         self._weighted = any(self.ranks.gather(self._weighted))  # a rank without responses has no weights
@@ -190,7 +195,7 @@ class Probe(Observer):
         if before is None:  # an aligned learner's own log-probs at the snapshot
             before = whole.logp_old
         updates = self.policy.version - batch.version
-        after = self._shadow_of_all(batch) if updates else before
+        after = self._logps_of_all(batch, self.policy.shadow) if updates else before
         metrics = deployed_metrics(before, after, whole.advantages, whole.segments)
         if updates:  # the study takes one optimizer step per batch
             metrics["deployed/improvement_per_update"] = metrics["deployed/improvement"] / updates
@@ -199,19 +204,19 @@ class Probe(Observer):
     def _shadow_at(self, part: Part, logps: TokenLogProbs) -> Tensor:
         if logps.logp_shadow is not None:
             return logps.logp_shadow
-        return logps.logp if self.policy.aligned else self._shadow(part)
+        return logps.logp if self.policy.aligned else self._logps(part, self.policy.shadow)
 
-    def _shadow_of_all(self, batch: Batch) -> Tensor:
-        """Log-probs of all responses in the sampler's arithmetic at the current weights: (T,) on the CPU."""
+    def _logps_of_all(self, batch: Batch, weights: WeightSet) -> Tensor:
+        """Log-probs of all responses under a weight set, such as the shadow's: (T,) on the CPU."""
         found, ranks = Column.empty(len(batch)), self.ranks
         for round_ in rounds(
             batch.whole().micro_batches(self.config.train.micro_batch_tokens, ranks.count), ranks.count
         ):
             if (part := round_[ranks.rank]) is not None:
-                found.fill(part, self._shadow(part))
+                found.fill(part, self._logps(part, weights))
         found.share(ranks)
         return found.read(batch.whole(CPU))
 
-    def _shadow(self, part: Part) -> Tensor:
+    def _logps(self, part: Part, weights: WeightSet) -> Tensor:
         how = part.truncation(self.truncation), self.config.train.logprob_chunk, part.routes, part.written
-        return self.policy.frozen_logprobs(self.policy.shadow, part.prompts, part.responses, *how)
+        return self.policy.frozen_logprobs(weights, part.prompts, part.responses, *how)

@@ -297,7 +297,7 @@ def learner_items(
     items = []
     if rest:
         items.append(Item(f"learner's own parameters ({config.learner_dtype})", rest, "always"))
-    if objective.kl_coef > 0:
+    if objective.kl_coef > 0 or every.reference_every:
         items.append(Item("reference policy", reference, "always"))
     if shadowed and not aligned:
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))

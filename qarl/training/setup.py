@@ -182,7 +182,7 @@ def build_run(
             teacher.require_fits(policy, "objective.teacher.path")
             inputs = inputs.with_teacher(teacher.sha256)
         learner = Learner(policy, updates, config, sampling.truncation, ranks, teacher)
-        if learner.objective.needs.reference:
+        if learner.objective.needs.reference or config.diagnostics.reference_every:
             policy.keep_reference()  # the initial model, so before a checkpoint is restored
         held_out = None if data.held_out is None else HeldOut(data.held_out, policy, config, ranks, teacher)
         evaluation = TrainingEvaluation(config, data.tasks, task_rewards, sampling, ranks, held_out)

@@ -10,6 +10,7 @@ from watched import QUANTIZED_ROLLOUT, mostly_live, packed, shadow
 from qarl.config import diagnostics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+SHADOW_RATIO = {**QUANTIZED_ROLLOUT, "objective": {"name": "gspo", "ratio": "shadow"}, "train": {"epochs": 2}}
 COSTLY = tuple(name for name in diagnostics.COSTLY if name != "backward")  # which is for a GPU, see test_backward
 
 
@@ -23,14 +24,7 @@ def test_the_shadow_of_the_snapshot_is_what_the_native_sampler_reported_bit_for_
     assert not torch.equal(learner.detach(), packed(batch.logp_sampler))
 
 
-@pytest.mark.parametrize(
-    "sections",
-    [
-        {},
-        {**QUANTIZED_ROLLOUT, "objective": {"name": "gspo", "ratio": "shadow"}, "train": {"epochs": 2}},
-    ],
-    ids=["aligned", "shadow_ratio"],
-)
+@pytest.mark.parametrize("sections", [{}, SHADOW_RATIO], ids=["aligned", "shadow_ratio"])
 def test_a_probe_changes_no_bit_of_the_run(llama, sections):
     found = []
     for due in ((), COSTLY):
@@ -42,6 +36,18 @@ def test_a_probe_changes_no_bit_of_the_run(llama, sections):
     assert metrics == probed and manifest == probed_manifest
     assert all(torch.equal(masters[name], probed_masters[name]) for name in masters)
     assert all(torch.equal(state[name], probed_state[name]) for name in state)
+
+
+def test_the_kl_from_the_initial_policy_is_zero_until_the_first_update(llama):
+    run, found = parts(llama, optim={"lr": 1e-2}), []
+    for step in range(2):
+        batch, probe = mostly_live(run), run.probe("reference")
+        how = batch.prompts, batch.responses, run.sampling.truncation, 128
+        start = run.policy.frozen_logprobs(run.policy.reference, *how).double()
+        run.learn(batch, step, probe)
+        apart = start - packed(batch.logp_old).double()
+        found.append((probe.metrics["policy/kl_ref"], float((apart.exp() - 1 - apart).mean())))
+    assert found[0] == (0.0, 0.0) and found[1][0] == pytest.approx(found[1][1], rel=1e-9) and found[1][0] > 1e-4
 
 
 def test_precision_is_split_at_every_training_forward(llama):
@@ -92,12 +98,7 @@ def test_deployed_improvement_is_that_of_the_shadow_before_and_after(llama):
         before = shadow(run, batch)
         run.learn(batch, 0, probe)
         moved = (shadow(run, batch) - before).double()
-        signs = torch.cat(
-            [
-                torch.full((len(r),), math.copysign(1.0, a) if a else 0.0)
-                for r, a in zip(batch.responses, batch.advantages.tolist(), strict=True)
-            ]
-        )
+        signs = batch.advantages.sign().repeat_interleave(torch.tensor([len(r) for r in batch.responses]))
         assert probe.metrics["deployed/improvement"] == pytest.approx(float((signs * moved).mean()), rel=1e-9)
         per_update = float((signs * moved).mean()) / run.policy.version
         assert probe.metrics["deployed/improvement_per_update"] == pytest.approx(per_update, rel=1e-9)

@@ -115,8 +115,7 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
     sampling = build_sampling(config, policy, tokenizer)
     updates = LocalUpdates(policy, config)
     learner = Learner(policy, updates, config, sampling.truncation, SingleProcess())
-    if learner.objective.needs.reference:
-        policy.keep_reference()
+    policy.keep_reference()
     engine = NativeEngine(policy.sampler, tokenizer, config.rollout)
     return Parts(config, policy, updates.optimizer, learner, engine, sampling)
 
