@@ -189,7 +189,7 @@ class Learner:
         totals.forward_tokens += part.forward_tokens
         first = version is not None or not batch.logp_old.known(part)
         weights = None if version in (None, batch.version) else self.policy.kept.weights(version)
-        retained = totals.retained if first else None
+        retained: list[Tensor] | None = [] if first else None
         routes = routes or part.routes
         if first and (batch.routing is not None or batch.chosen is not None):
             routes = replace(routes, own={}, rows=part.rows)
@@ -212,7 +212,9 @@ class Learner:
             assert batch.given or self.at_snapshot(batch), "logp_old after an update"
             mask = None if version is None else part.sampled_at(version)
             batch.logp_old.fill(part, logp, mask)
-            totals.add_snapshot(entropy)
+            own = slice(None) if mask is None else mask
+            totals.add_snapshot(entropy[own])
+            totals.retained += [mass[own] for mass in retained or ()]
             if batch.chosen is not None:
                 batch.chosen.fill(part, routes.recorded())
             if part.routing is not None:

@@ -87,6 +87,7 @@ def test_forwards_are_those_that_learn_reports_and_tokens_count_a_shared_prompt_
     reported = run.learner.forwards(batch, 1)
     run.learn(batch, 1, watch)
     assert sum(done) == reported == 2 * 16 + 2 * 16
+    assert run.learner.totals.entropy_tokens == sum(lengths)  # a token counts at the version that sampled it
 
     run = parts(llama, train={"minibatch_size": 16})
     batch = live(run)
@@ -204,10 +205,9 @@ def test_reward_rises(llama):
 def test_the_retained_mass_is_of_every_response_token_at_the_snapshot(llama):
     run = parts(llama, objective={"dvp_rho": 0.3}, train={"minibatch_size": 8})
     batch = live(run)
-    truncation = run.sampling.truncation
     kept: list[torch.Tensor] = []
     with torch.no_grad():
-        run.policy.logprobs(batch.prompts, batch.responses, truncation, 64, kept)
+        run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 64, kept)
     metrics = run.learn(batch)
     assert metrics["policy/retained_mass_mean"] == pytest.approx(kept[0].double().mean().item(), rel=1e-6)
     assert metrics["policy/retained_mass_min"] == pytest.approx(kept[0].min().item(), rel=1e-6)
