@@ -52,10 +52,10 @@ def _place_of(right: Any, options: list[str], labels: Any, place: str) -> int:
     names = [str(label) for label in labels] if isinstance(labels, list) else list(LETTERS[: len(options)])
     if len(names) != len(options):
         raise UserError(f"{place}: has {len(options)} options and {len(names)} labels")
+    if str(right) in names:  # before the index: 1 is the first option if the labels are 1, 2, 3
+        return names.index(str(right))
     if isinstance(right, int) and not isinstance(right, bool) and 0 <= right < len(options):
         return right
-    if str(right) in names:
-        return names.index(str(right))
     if str(right) in options:
         return options.index(str(right))
     raise UserError(f"{place}: the right option {right!r} is none of its options")

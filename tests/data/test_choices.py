@@ -46,9 +46,9 @@ def test_one_column_per_option_has_the_right_one_first_and_rows_are_shuffled_dif
 
 
 def test_labels_that_are_numbers_become_letters():
-    row = {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}
-    found = lettered(row, options=["choices.text"], labels="choices.label", right="answerKey")
-    assert (found["answer"], found["choices"]) == ("B", "A. a\nB. b")
+    row = {"choices": {"text": ["a", "b"], "label": ["1", "2"]}, "text": "2", "int": 1}  # the integer is no index
+    first, found = (lettered(row, options=["choices.text"], labels="choices.label", right=r) for r in ("int", "text"))
+    assert (first["answer"], found["answer"], found["choices"]) == ("A", "B", "A. a\nB. b")
 
 
 @pytest.mark.parametrize(
