@@ -202,6 +202,9 @@ def _one_of_one(
         return None
     if parts.kind == "list" and len(parts.items) == 1 and all(len(_sides(text)) == 1 for text in (gold, answer)):
         return False
+    text = gold if wanted else answer
+    if parts.kind == "list" and len(split(text, ("=",))) <= 2 and read(_sides(text)[-1]):
+        return None  # the comma separates thousands: x = 5,000
     return None if parts.kind in ("tuple", "union") and re.search("[<>]|\\\\[lg]e", gold + answer) else False
 
 
