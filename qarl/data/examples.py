@@ -208,6 +208,11 @@ def _conversation(
             after = plain_messages(value, place)
         else:
             raise UserError(f"{place}: `{column}` is {type(value).__name__}, expected text or a list of messages")
+        if before[-1]["role"] == after[0]["role"] == "assistant" and not before[-1].get("tool_calls"):
+            raise UserError(
+                f"{place}: the prompt ends with a message of the assistant, which a sampled response would continue; "
+                f"move its text into `{column}`"
+            )
         messages, first = [*before, *after], len(before)
     else:
         if not is_conversation(value):
