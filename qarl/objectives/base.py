@@ -152,8 +152,6 @@ class ObjectiveConfig(Section):
     """Ratio of objectives without the key `ratio`."""
     sequence_ratio: ClassVar[bool] = False
     """The objective has one ratio per response, not one per token."""
-    idle_at_zero: ClassVar[bool] = True
-    """A token with advantage 0 has value 0 and no gradient."""
 
     @abstractmethod
     def surrogate(self, inputs: SurrogateInputs) -> Surrogate:
@@ -182,6 +180,11 @@ class ObjectiveConfig(Section):
     def centers(self) -> bool:
         """Whether `surrogate` reads `SurrogateInputs.center`."""
         return False
+
+    @property
+    def idle_at_zero(self) -> bool:
+        """Whether a token with advantage 0 has value 0 and no gradient."""
+        return True
 
     def center(self, inputs: SurrogateInputs) -> float:
         """Compute `SurrogateInputs.center` from the tokens of a whole minibatch."""

@@ -87,6 +87,10 @@ class TokenClip(RatioObjective):
     def centers(self) -> bool:
         return self.loss == "detach_center"
 
+    @property
+    def idle_at_zero(self) -> bool:
+        return not self.centers
+
     def center(self, inputs: SurrogateInputs) -> float:
         value, _ = self.clipped(inputs)
         return float(value.masked_fill(inputs.pruned.tokens, 0.0).double().mean())

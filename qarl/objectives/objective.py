@@ -143,7 +143,7 @@ class Objective:
         """Whether responses with advantage 0 have exactly zero gradient, so that they need no backward."""
         config = self.config
         everywhere = (config.kl_coef, config.entropy_coef, config.router_aux_coef, config.router_z_coef)
-        return config.idle_at_zero and not config.centers and config.teacher is None and not any(everywhere)
+        return config.idle_at_zero and config.teacher is None and not any(everywhere)
 
     @torch.no_grad()
     def log_ratio(self, logps: TokenLogProbs, segments: Segments) -> Tensor:

@@ -42,6 +42,7 @@ SETUPS = [
     ({"name": "on_policy"}, GEOMETRIC),
     ({"name": "reinforce"}, NONE),
     ({"name": "rloo", **PENALTIES}, TOKEN),
+    ({"name": "m2po"}, NONE),
 ]
 OBJECTIVES = {
     f"{options['name']}{i}": build_objective(objective_config(**options), correction)
@@ -105,8 +106,7 @@ def evaluate(objective, batch: Batch):
 @pytest.mark.parametrize("objective", CASES)
 def test_empty_responses_alone_have_zero_loss_and_zero_metrics(objective):
     loss, gradient, metrics = evaluate(objective, random_batch([0, 0], [1.0, -1.0], 0.1))
-    assert loss == 0.0
-    assert gradient.shape == (0,)
+    assert loss == 0.0 and gradient.shape == (0,)
     assert set(metrics.values()) == {0.0}
 
 
