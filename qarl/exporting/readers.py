@@ -78,16 +78,14 @@ def read_transformers(
     responses: Sequence[list[int]],
     max_tokens: int,
     device: torch.device,
-    drops_activations: bool,
 ) -> Reading:
-    """Read with transformers. drops_activations: the scheme quantizes activations, which transformers does not."""
+    """Read with transformers."""
     import transformers
 
     with quiet_loading():  # the first forward decompresses, with a progress bar
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
         model = model.to(device).eval()
-        note = "weights alone: it drops activation quantization" if drops_activations else ""
-        reading = Reading([], version=transformers.__version__, note=note)
+        reading = Reading([], version=transformers.__version__)
         for prompt, response in zip(prompts, responses, strict=True):
             ids = torch.tensor([prompt.token_ids], device=device)
             out = model.generate(

@@ -3,7 +3,7 @@
     codes          compressed-tensors unpacks the files to the codes and scales of the run, and configuration and
                    tokenizer equal the record in qarl_export.json
     qarl           the native engine: on the CPU the same tokens and bit-identical log-probs
-    transformers   greedy text and log-probs; without activation quantization, which transformers ignores
+    transformers   greedy text and log-probs; its INT8 activations have the scale absmax / 127.5, here absmax / 127
     vllm           greedy text and log-probs, with vLLM's own kernels
 
 Every reader scores the reference's greedy responses, so that one different token does not make the rest incomparable.
@@ -118,13 +118,12 @@ def verify_export(
     del opened, model
     release_memory()
     responses = reference.token_ids
-    drops = (scheme.activation_arguments() or {}).get("strategy") == "token"
     fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
     read_library = _unless(fault, read_transformers)
     read_server = _unless(unfused and unfused[1], read_vllm)
     readers: list[tuple[str, Callable[[], Reading]]] = [
         ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
-        ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where, drops)),
+        ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where)),
         ("vllm", lambda: read_server(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log")),
     ]
     for name, read in readers:
