@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from qarl.config.rollout import DynamicSampling
 from qarl.rewards import RewardResult
 from qarl.types import Prompt, Rollout
@@ -32,9 +34,9 @@ class _Group(NamedTuple):
     rows: slice
 
     @property
-    def rewards(self) -> list[float]:
-        """Total reward of each response."""
-        return self.source.scores.total[self.rows]
+    def varied(self) -> bool:
+        """Whether the rewards differ in float32, in which advantages are computed: 0.1 + 0.2 equals 0.3 there."""
+        return len(np.unique(np.asarray(self.source.scores.total[self.rows], np.float32))) > 1
 
 
 def sample_until_full(
@@ -68,7 +70,7 @@ def sample_until_full(
         missing = wanted - len(varied)
         rounds.append(sample(math.ceil(missing * settings.oversample), len(rounds)))
         for group in _groups(rounds[-1]):
-            (varied if len(set(group.rewards)) > 1 else equal).append(group)
+            (varied if group.varied else equal).append(group)
     short = max(wanted - len(varied), 0)
     rewards = [reward for one in rounds for reward in one.scores.total]
     sampled = len(varied) + len(equal)

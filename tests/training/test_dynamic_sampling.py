@@ -28,7 +28,7 @@ def sampler(varied: list[bool]):
         first = sum(earlier for earlier, _ in asked)
         asked.append((count, number))
         prompts = [Prompt(first + i, [1], f"p{first + i}", {}) for i in range(count)]
-        rewards = [reward for _ in prompts for reward in ((0.0, 1.0) if next(left) else (1.0, 1.0))]
+        rewards = [reward for _ in prompts for reward in ((0.0, 1.0) if next(left) else (1.0, 1.0 + 2**-52))]
         rollouts = [rollout(prompt.id, sample) for prompt in prompts for sample in range(N)]
         scores = RewardResult(rewards, {"a": [None, *rewards[1:]]}, {"a": 1}, [f"round {number}"])
         return Sampled(prompts, rollouts, scores)
