@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from qarl.errors import UserError
-from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
+from qarl.rewards.responses import THINK_TAGS, after_thinking, answer_block, check_tags
 
 BUILTINS = {
     "choice": "qarl.rewards.builtin:choice",
@@ -183,8 +183,10 @@ def chosen_letter(text: str) -> str | None:
     """Return the option that a response chooses, as in lm-evaluation-harness; None if it chooses none.
 
     In order: the first "answer is (X)" (its filter for MMLU-Pro); the last letter in brackets or in a box (its flexible
-    filter for GPQA); the last line that consists of a single letter.
+    filter for GPQA); the last line that consists of a single letter. If there is an `<answer>` block, only the last one
+    counts.
     """
+    text = answer_block(text)
     if first := _ANSWER_IS.search(text):
         return first[1]
     for pattern in (_IN_BRACKETS, _ALONE):

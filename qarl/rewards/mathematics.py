@@ -24,6 +24,7 @@ from qarl.rewards.numbers import Quantity, equal
 from qarl.rewards.responses import (
     THINK_TAGS,
     after_thinking,
+    answer_block,
     check_tags,
     final_box,
     final_fragment,
@@ -156,8 +157,9 @@ def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
         text = text.rpartition("####")[2]
         if "\\boxed" not in text and "\\fbox" not in text:
             text = text.strip().partition("\n")[0]
-    elif "\\boxed" not in text and (line := _LAST_LINE.search(text)) is not None:
-        text = line[1]
+    elif "\\boxed" not in text:
+        text = answer_block(text)
+        text = line[1] if (line := _LAST_LINE.search(text)) is not None else text
     text = text.strip()
     if len(text) <= 200 and "\n" not in text and "\\boxed" not in text and "\\fbox" not in text:
         if not has_prose(text):  # the whole text is an expression

@@ -56,6 +56,15 @@ def _leaves_open(prompt: str, opening: str, closing: str) -> bool:
     return bool(opened) and closing not in rest and _TURN.search(rest) is None
 
 
+_BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
+
+
+def answer_block(text: str) -> str:
+    """Return the content of the last `<answer>` block that is not blank, or the whole text if there is none."""
+    blocks = [content for content in _BLOCK.findall(text) if content.strip()]
+    return blocks[-1] if blocks else text
+
+
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
 _CUT_BOX = re.compile(r"\\(?:b(?:o(?:xe?)?)?|fb?o?)$")  # the response was cut within the command
 _BETWEEN_BOXES = re.compile(r"(?:\\[()\[\],;! ]|[\s$.])*(?:,|;|\band\b|\bor\b)[\s$]*(?:\\[()\[\],;! ]|[\s$])*", re.I)

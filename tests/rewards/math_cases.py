@@ -68,7 +68,6 @@ BOXED: dict[str, list[Row]] = {
         (r"2\frac12", 1, "2.5"),
         ("21/2", 0, "2 1/2"),
         (r"2\frac12 \text{ cups}", 1, "2.5"),
-        ("1/2", 1, "½"),
     ],
     "units": [
         (r"5\text{ cm}", 1, r"5\text{ cm}", r"5\,\mathrm{cm}", r"5~\mathrm{cm}", "5 cm", "5cm"),
@@ -119,7 +118,7 @@ BOXED: dict[str, list[Row]] = {
         ("033", 1, "33"),
         (r"\frac16", 1, r"0.1\overline{6}"),
         (r"\frac16", 0, "0.16"),
-        (r"\frac12", 1, r"\sin 30^\circ", r"\dfrac{1}{2}", "1/2", "0.5", r"\frac{2}{4}"),
+        (r"\frac12", 1, r"\sin 30^\circ", r"\dfrac{1}{2}", "1/2", "0.5", r"\frac{2}{4}", "½"),
         ("-12", 1, "−12", "–12"),
         ("-12", 0, "12"),
         ("12000", 1, r"12\,000", "12,000", "12{,}000", "12 000", r"12,\!000", "12\u202f000"),
@@ -205,7 +204,6 @@ RESPONSES: dict[str, list[Row]] = {
         ("12", 0, r"\boxed{\text{the answer is } 13}", r"\boxed{}"),
         ("11,12", 0, r"first \boxed{11}, then \boxed{12}"),
         ("1,2", 1, r"\boxed{1} and \boxed{2}", r"$\boxed{1}$, $\boxed{2}$"),
-        (r"We get \boxed{(1, 2)}.", 1, r"\boxed{(1,2)}"),
     ],
     "unfinished": [
         ("12", 1, r"it is \boxed{12}</think>The answer is 12."),
@@ -219,6 +217,8 @@ RESPONSES: dict[str, list[Row]] = {
         ("2", 0, "The answer is 2 2/3."),
         ("5/4", 1, "1 1/4", "So we need 1 1/4 cups."),
         ("12", 1, "The answer is 12.", "**Answer:** 12", "The final answer is $12$. I hope it is correct."),
+        ("12", 1, "<answer>12</answer>", "<think>1</think>\n<answer>12 km</answer>", "In <answer> </answer>: 12."),
+        ("12", 0, "<answer>13</answer> 12", "12, so <answer>120</answer>", r"<answer>12</answer> \boxed{13}"),
         ("12", 1, "The answer is: 12 apples", "答案是 12 米。"),
         ("12", 0, "She pays $12,000 in total.", "", "I do not know."),
         ("4.5e33", 1, "The answer is 4.5e33.", r"The answer is $4.5 \times 10^{33}$ erg."),

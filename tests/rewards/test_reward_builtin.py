@@ -191,8 +191,8 @@ def test_overlong_refuses_sizes_that_make_no_sense(options):
         ("(A) is wrong and (B) is right: (B)", "B"),
         ("so \\boxed{\\text{C}}", "C"),
         ("Reasoning.\n\nC", "C"),
+        ("(A) <answer>C</answer>", "C"),
         ("The answer is a prime number.", None),
-        ("I do not know.", None),
     ],
 )
 def test_a_choice_is_read_as_lm_evaluation_harness_does(text, letter):
