@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from qarl.comparison.comparison_page import write_outputs
-from qarl.comparison.plan import Member, find_finished
+from qarl.comparison.plan import Member, find_finished, is_complete
 from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
 from qarl.comparison.start_members import TrainProcess, locked, train_members, write_configs
@@ -95,6 +95,8 @@ def compare_runs(run_dirs: list[Path], out: Path) -> int:
         config = record.config
         member = Member(name, config.quant.scheme, config.quant.learner, config.train.seed, path, config, record.state)
         member.reason = REASONS.get(record.state)
+        if record.state == "finished" and not is_complete(record, config):
+            member.reason = "the evaluation after its last step is missing"
         members.append(member)
     _check_out(out, own_runs=False)
     with locked(out):

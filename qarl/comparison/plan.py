@@ -176,7 +176,7 @@ def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
             continue
         record = _own_run(member)
         if record is None:
-            candidates = [other for other in records if other.state == "finished" and _same(other, member.config)]
+            candidates = [other for other in records if _same(other, member.config)]
             record = _with_same_inputs(member, candidates, lines)
         if record is not None:
             member.state, member.reused, member.run_dir = "finished", True, record.path
@@ -184,7 +184,7 @@ def find_finished(members: list[Member], records: list[RunRecord]) -> list[str]:
 
 
 def _own_run(member: Member) -> RunRecord | None:
-    """Return the finished run in the member's own directory, if there is one."""
+    """Return the complete run in the member's own directory, if there is one."""
     assert member.config is not None
     if not (member.run_dir / "config.yaml").exists():
         return None
@@ -192,7 +192,7 @@ def _own_run(member: Member) -> RunRecord | None:
     if not own.metrics:
         return None
     _check_same(own, member)
-    return own if own.state == "finished" and own.step == member.config.train.steps else None
+    return own if is_complete(own, member.config) else None
 
 
 def _with_same_inputs(member: Member, candidates: list[RunRecord], lines: list[str]) -> RunRecord | None:
@@ -206,13 +206,27 @@ def _with_same_inputs(member: Member, candidates: list[RunRecord], lines: list[s
     return None
 
 
+def is_complete(record: RunRecord, config: Config) -> bool:
+    """Return whether a run has all steps of `config`, and the evaluation after the last one if it is due."""
+    steps = config.train.steps
+    evaluated = not config.evaluation.due(steps, steps) or any(row["step"] == steps for row in record.evaluations)
+    return record.state == "finished" and record.step == steps and evaluated
+
+
 def _same(record: RunRecord, config: Config) -> bool:
-    return record.step == config.train.steps == record.config.train.steps and not _difference(record, config)
+    return is_complete(record, config) and not _difference(record, config)
 
 
 def _difference(record: RunRecord, config: Config) -> list[str]:
-    """Return the keys that must not differ but do, by the rule of run directories."""
-    return config_difference(record.config.model_dump(mode="json"), config.model_dump(mode="json"))
+    """Return the keys that must not differ but do: by the rule of run directories, and what the first steps used."""
+    lines = config_difference(record.config.model_dump(mode="json"), config.model_dump(mode="json"))
+    there, here, schedule = record.config.train.steps, config.train.steps, config.optim.schedule
+    if there != here and schedule != "constant":
+        lines.append(f"train.steps is {there} there, {here} here, and optim.schedule {schedule} depends on it")
+    first, resume = record.metrics[0]["step"], config.checkpoint.resume
+    if record.state == "finished" and (first == 1) != (resume in ("auto", "never")):
+        lines.append(f"its first step is {first} there, checkpoint.resume is {resume} here")
+    return lines
 
 
 def _check_same(own: RunRecord, member: Member) -> None:

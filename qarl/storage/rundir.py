@@ -116,19 +116,19 @@ class RunDirectory:
         """
 
         def found() -> dict[str, Any]:
-            after = began_after(self.path, start, own, self._every_before())
+            after = began_after(self.path, start, own, self._before().checkpoint.every)
             before = read_history(self.path) if own else None
             ranks = ranks_after(before, start, self._ranks.count)
             return History(began_after=after, checkpoint=start if own else 0, ranks=ranks).model_dump()
 
         return History.model_validate(self._ranks.gather(on_first(self._ranks, found))[0])
 
-    def _every_before(self) -> int:
-        """`checkpoint.every` of the previous start; of this one if there was none or its file is damaged."""
+    def _before(self) -> Config:
+        """Configuration of the previous start; of this one if there was none or its file is damaged."""
         try:
-            return read_run_config(self.path).checkpoint.every
+            return read_run_config(self.path)
         except UserError:
-            return self._config.checkpoint.every
+            return self._config
 
     def begin(self, inputs: Mapping[str, Any] | None = None, history: History | None = None) -> list[str]:
         """Write config.yaml and environment.json. From now on the directory is kept and bound to this configuration.
@@ -152,7 +152,11 @@ class RunDirectory:
         path = self.path / "environment.json"
         recorded = {**inputs, "files": input_files(self._config)}
         goes_on = history is not None and history.checkpoint > 0
-        if changed := changed_while_training(path, recorded) if goes_on else []:
+        changed = changed_while_training(path, recorded) if goes_on else []
+        scheduled = self._config.optim.schedule != "constant"  # a changed length changes the rate of every step
+        if goes_on and scheduled and self._before().train.steps != self._config.train.steps:
+            changed = list(dict.fromkeys([*changed, "train.steps, which optim.schedule depends on"]))
+        if changed:
             recorded["changed"] = changed
         environment = describe_environment(self._config.train.seed, recorded)
         changes = environment_changes(path, environment)

@@ -126,10 +126,7 @@ def test_a_new_file_is_noticed(world, name):
         (world.folder / name).unlink()
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "same"),
-    [("samples", 3, False), ("every", 2, True)],
-)
+@pytest.mark.parametrize(("key", "value", "same"), [("samples", 3, False), ("every", 2, True)])
 def test_evaluations_with_other_settings_are_not_averaged(world, key, value, same):
     config = world.config()
     other = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={key: value, "pass_at": [1]})})
@@ -154,6 +151,31 @@ def test_a_run_that_changed_its_reward_is_no_member(world):
     with pytest.raises(UserError, match=r"used several versions of reward.functions: the source of `judge`; train it"):
         world.own(config)
     assert json.loads((path / "environment.json").read_text())["inputs"]["changed"]
+
+
+def test_a_run_without_its_last_evaluation_or_of_another_start_is_no_member(world):
+    config = world.config(run_dir="started")
+    run = world.trained(config)
+    (run / "evaluations.jsonl").write_text(json.dumps(evaluation(2, 0.5)) + "\n")  # killed in the one after step 4
+    assert world.own(config).state == world.reusing(config, run)[0].state == "waiting"
+    world.trained(config)
+    metrics = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(metrics[1:]))
+    assert world.reusing(config, run)[0].state == "waiting"
+    with pytest.raises(UserError, match=r"its first step is 2 there, checkpoint.resume is auto here"):
+        world.own(config)
+
+
+def test_a_run_whose_schedule_was_stretched_is_no_member(world):
+    config = world.config(run_dir="long", optim={"schedule": "cosine"})
+    longer = config.model_copy(update={"train": config.train.model_copy(update={"steps": 5})})
+    world.trained(config)
+    with pytest.raises(UserError, match=r"train.steps is 4 there, 5 here, and optim.schedule cosine depends on it"):
+        world.own(longer)
+    with RunDirectory.open(longer, "auto") as run:
+        run.begin(present_inputs(longer, ["reward", "objective"]), History(checkpoint=2))
+    with pytest.raises(UserError, match=r"used several versions of train.steps, which optim.schedule depends"):
+        world.own(longer)
 
 
 def test_a_run_of_an_older_version_counts_with_a_notice(world, tmp_path, capsys, monkeypatch):
