@@ -25,11 +25,7 @@ from process_tree import abort
 
 
 def run_ranks(
-    count: int,
-    function: str,
-    arguments: Mapping[str, Any] | None = None,
-    limit_s: float = 200,
-    timeout_s: float = 30,
+    count: int, function: str, arguments: Mapping[str, Any] | None = None, limit_s: float = 200, timeout_s: float = 30
 ) -> list[Any]:
     """Call `function(group, **arguments)` in `count` processes; returns the results in rank order.
 

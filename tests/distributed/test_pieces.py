@@ -131,11 +131,7 @@ def refuse_on(monkeypatch: pytest.MonkeyPatch, word: str, code: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "file, culprit, code",
-    [
-        ("optimizer-r0002", 1, errno.ENOSPC),
-        ("manifest.json", 0, errno.ENOSPC),
-    ],
+    "file, culprit, code", [("optimizer-r0002", 1, errno.ENOSPC), ("manifest.json", 0, errno.ENOSPC)]
 )
 def test_a_refusing_disk_of_one_rank_leaves_only_the_previous_checkpoint(tmp_path, monkeypatch, code, file, culprit):
     save(tmp_path, 2, 1)

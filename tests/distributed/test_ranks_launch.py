@@ -45,13 +45,7 @@ class Run:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        fault: str,
-        *command: str,
-        device: str = "cpu",
-        count: int = 3,
-        forked: bool = True,
+        self, folder: Path, fault: str, *command: str, device: str = "cpu", count: int = 3, forked: bool = True
     ) -> None:
         self.folder, self.out, self._pids = folder, folder / "run", []
         (folder / "model").mkdir()

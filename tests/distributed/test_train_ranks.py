@@ -37,14 +37,7 @@ def judge(completions, prompts, **columns):
 """
 
 
-def train(
-    group: Any,
-    config: str,
-    overrides: list[str],
-    printed: str,
-    interrupt: int | None,
-    before: str,
-) -> Any:
+def train(group: Any, config: str, overrides: list[str], printed: str, interrupt: int | None, before: str) -> Any:
     """One rank's `train`, which joins the group that is there: its exit code, or what it raises.
 
     before: Python to run first.
@@ -76,12 +69,7 @@ def end_after_a_step(metrics: Path) -> None:
 
 
 def on_two(
-    config: Path,
-    run: Path,
-    *overrides: str,
-    interrupt: int | None = None,
-    before: str = "",
-    timeout_s: float = 30,
+    config: Path, run: Path, *overrides: str, interrupt: int | None = None, before: str = "", timeout_s: float = 30
 ) -> tuple[list[Any], list[str]]:
     """(the result of `train` on each of two ranks, what each printed). timeout_s: of their collectives."""
     printed = run.with_name(f"{run.name}.printed")

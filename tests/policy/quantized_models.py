@@ -60,16 +60,8 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
         None,
     ),
-    "w4a8": (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "channel"},
-        ACTIVATIONS | {"type": "int"},
-    ),
-    "w8a8": (
-        "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel"},
-        ACTIVATIONS | {"type": "int"},
-    ),
+    "w4a8": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}, ACTIVATIONS | {"type": "int"}),
+    "w8a8": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}, ACTIVATIONS | {"type": "int"}),
     "fp8": (
         "float-quantized",
         {"num_bits": 8, "type": "float", "strategy": "channel"},
@@ -213,11 +205,7 @@ def awq(size: int = 32) -> tuple[Writer, dict]:
 
 
 def gptq(
-    size: int = 32,
-    symmetric: bool = True,
-    v2: bool = False,
-    desc_act: bool = False,
-    bits: int = 4,
+    size: int = 32, symmetric: bool = True, v2: bool = False, desc_act: bool = False, bits: int = 4
 ) -> tuple[Writer, dict]:
     """The layout of AutoGPTQ and GPTQModel (`QuantLinear.pack`)."""
 

@@ -75,12 +75,7 @@ def traced(policy, run, contexts, tokens) -> Tracer:
 
 
 @pytest.mark.parametrize(
-    ("family", "fused", "cache"),
-    [
-        ("qwen2_moe", False, "fp8"),
-        ("qwen2_moe", True, "auto"),
-        ("llama", True, "fp8"),
-    ],
+    ("family", "fused", "cache"), [("qwen2_moe", False, "fp8"), ("qwen2_moe", True, "auto"), ("llama", True, "fp8")]
 )
 def test_every_operation_of_a_layer_is_told_with_the_same_digests_over_a_cache(
     tiny_model, monkeypatch, family, fused, cache

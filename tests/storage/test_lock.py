@@ -22,10 +22,7 @@ def link_to_precious(lock: Path) -> None:
 
 
 # What to put there; the last two can be locked.
-KINDS: list[Callable[[Path], object]] = [
-    link_to_precious,
-    Path.mkdir,
-]
+KINDS: list[Callable[[Path], object]] = [link_to_precious, Path.mkdir]
 KINDS += [os.mkfifo, lambda lock: lock.write_bytes(PRECIOUS)]
 
 

@@ -39,10 +39,7 @@ SECTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("objective", "top"),
-    [("tbpo", True), ("dual_clip_grpo", False), ("mis_gspo", True)],
-)
+@pytest.mark.parametrize(("objective", "top"), [("tbpo", True), ("dual_clip_grpo", False), ("mis_gspo", True)])
 def test_every_number_at_its_end_trains(qarl, tiny_model, tmp_path, objective, top):
     small = {"train": {"steps": 2, "prompts_per_step": 2, "minibatch_size": 2}, "rollout": {"n": 2}}
     data = settings(tiny_model("llama"), objective={"name": objective}, **small, **SECTIONS[objective])

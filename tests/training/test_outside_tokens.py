@@ -36,12 +36,7 @@ class Shares(Observer):
         self.counts[-1] = [a + int(b) for a, b in zip(self.counts[-1], found, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("name", "cut", "outside"),
-    [
-        ("rloo", {"top_k": 20}, "response"),
-    ],
-)
+@pytest.mark.parametrize(("name", "cut", "outside"), [("rloo", {"top_k": 20}, "response")])
 def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_minibatch(llama, name, cut, outside):
     draw = random.Random(0)
     run = parts(
@@ -67,12 +62,7 @@ def test_a_learner_that_moved_loses_tokens_and_no_response_and_says_which_miniba
     assert all(f"in one minibatch {share:.2%}" in line for line in said)
 
 
-@pytest.mark.parametrize(
-    ("name", "cut", "learner"),
-    [
-        ("tbpo", {"top_k": 20, "min_p": 0.001}, "aligned"),
-    ],
-)
+@pytest.mark.parametrize(("name", "cut", "learner"), [("tbpo", {"top_k": 20, "min_p": 0.001}, "aligned")])
 def test_with_replayed_sets_no_token_falls_out_when_the_learner_moves(llama, name, cut, learner):
     def run(truncation_set: str, **more):
         made = parts(

@@ -215,10 +215,7 @@ def test_a_save_that_fails_is_not_tried_again(tiny, owner, name, error, monkeypa
 
 @pytest.mark.parametrize(
     "error",
-    [
-        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
-        OSError(12, "Cannot allocate memory"),
-    ],
+    [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."), OSError(12, "Cannot allocate memory")],
 )
 def test_running_out_of_memory_is_one_line_with_a_fix_and_saves(tiny, error, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(UserError, match=r"^out of memory \(.*; lower train") as caught:
