@@ -36,7 +36,11 @@ def _lettered(row: Row, index: int, config: DataConfig) -> Row:
         labels = None if section.labels is None else field_of(row, section.labels)
     except NoField as error:
         raise UserError(f"{place}{error}") from None
-    options = [str(option) for option in (found[0] if len(found) == 1 else found)]
+    given = found[0] if len(found) == 1 else found
+    if not isinstance(given, (list, tuple)) or None in given:
+        names = ", ".join(section.options)
+        raise UserError(f"{place}: `{names}` must be a list of options without null; or name one column per option")
+    options = [str(option) for option in given]
     if not 2 <= len(options) <= len(LETTERS):
         raise UserError(f"{place}: has {len(options)} options; 2 to {len(LETTERS)} are possible")
     correct = 0 if section.right is None else _place_of(right, options, labels, place)

@@ -31,8 +31,7 @@ def test_the_letter_is_that_of_the_right_option_in_any_order(options, seed, data
         lines = dict(line.split(". ", 1) for line in found[how]["choices"].splitlines())
         assert sorted(lines.values()) == sorted(options) and list(lines) == list(LETTERS[: len(options)])
         assert lines[found[how]["answer"]] == options[right]
-    if seed is None:
-        assert found["index"]["answer"] == LETTERS[right]
+    assert seed is not None or found["index"]["answer"] == LETTERS[right]
 
 
 def test_one_column_per_option_has_the_right_one_first_and_rows_are_shuffled_differently():
@@ -56,6 +55,7 @@ def test_labels_that_are_numbers_become_letters():
     [
         ({"o": ["a", "b"], "r": "c"}, {"options": ["o"], "right": "r"}, "right option 'c' is none of its options"),
         ({"o": ["a"]}, {"options": ["o"]}, "has 1 options; 2 to 26"),
+        ({"o": {"A": "x", "B": "y"}}, {"options": ["o"]}, "`o` must be a list of options without null"),
         ({"o": ["a", "b"], "l": ["x"], "r": 0}, {"options": ["o"], "right": "r", "labels": "l"}, "1 labels"),
     ],
 )
