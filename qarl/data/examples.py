@@ -2,7 +2,7 @@
 
 Three kinds of rows are accepted, as in TRL:
 
-    prompt + completion    text, or messages; the prompt is built as for sampling (`build_prompts`)
+    prompt + completion    text, or messages, which may repeat the prompt; the prompt is built as for sampling
     messages               a conversation; every turn of the assistant is trained on
     text                   plain text; every token but the first is trained on
 """
@@ -214,6 +214,15 @@ def _conversation(
                 f"move its text into `{column}`"
             )
         messages, first = [*before, *after], len(before)
+        if after[0]["role"] in ("system", "user"):  # the whole conversation, as in UltraChat
+            system = before[:1] if before[0]["role"] == "system" and after[0]["role"] == "user" else []
+            messages = [*system, *after]
+            first += after[0]["role"] == "system" and before[0]["role"] != "system"
+            if messages[first - len(before) : first] != before:
+                raise UserError(
+                    f"{place}: `{column}` begins with {after[0]['role']}, but not with the prompt; give the messages "
+                    "after the prompt, or the whole conversation"
+                )
     else:
         if not is_conversation(value):
             raise UserError(

@@ -61,6 +61,15 @@ def test_messages_train_every_turn_of_the_assistant(build, tokenizer):
     assert report.tokens == len(trained) and report.kept == 1
 
 
+def test_a_conversation_that_repeats_its_prompt_is_prompted_once(build, tokenizer):
+    for keys in {}, {"system_prompt": "S"}:
+        (one,), _ = build([{"prompt": "2+2?", "messages": TURNS}], **keys)
+        (other,), _ = build([{"messages": TURNS}], **keys)
+        assert parts(tokenizer, one) == parts(tokenizer, other)
+    (one,), _ = build([{"prompt": TURNS[:3], "messages": [{"role": "system", "content": "S"}, *TURNS]}])
+    assert "S" in parts(tokenizer, one)[0] and parts(tokenizer, one)[2] == "6<|im_end|>\n"
+
+
 def test_a_turn_ends_with_its_last_stop_token(build, tokenizer):
     """The newline that the template writes after it is context, and nothing after the last turn is kept."""
     prompts, _ = build([{"messages": TURNS}], stops=[tokenizer.convert_tokens_to_ids(">")])
@@ -131,10 +140,10 @@ def test_responses_that_do_not_end_are_reported(build, tokenizer):
         ({"messages": TURNS[:1]}, {}, "no message of the assistant"),
         ({"messages": TURNS[1:]}, {}, "row 0: the conversation begins with the assistant"),
         ({"prompt": TURNS[:2], "completion": "5"}, {}, "row 0: the prompt ends with a message of the assistant"),
+        ({"prompt": "1+1?", "messages": TURNS}, {}, "row 0: `messages` begins with user, but not with the prompt"),
         ({"messages": [TURNS[0], CALL, TURNS[3]]}, {}, "row 0: a message without content calls tools"),
         ({"messages": TURNS}, {"template": NO_SYSTEM, "system_prompt": "S"}, "row 0: .*drops .* system message"),
     ],
-    ids=lambda value: str(value)[:30],
 )
 def test_rows_without_a_usable_response_are_refused_in_one_line(build, row, keys, text):
     with pytest.raises(UserError, match=text) as caught:
