@@ -217,6 +217,8 @@ def _fill_template(row: Row, index: int, template: str) -> str:
             parts.append(literal)
             if name is not None:
                 value = string.Formatter().convert_field(row[name], conversion)
+                if value is None:
+                    raise UserError(f"data: row {index}: `{name}` is null (data.prompt_template); drop the row")
                 parts.append(format(value, spec or ""))
                 size += len(parts[-1])
                 if size > PROMPT_CHARS:

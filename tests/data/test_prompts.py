@@ -136,6 +136,7 @@ USER = {"role": "user", "content": "u"}
             {"prompt_template": "{question} ="},
             r"data.prompt_template: there is no column 'question'; there are: prompt",
         ),
+        ([{"prompt": "q", "x": None}], {"prompt_template": "{prompt} {x}"}, r"row 0: `x` is null .data.prompt_temp"),
         ([{"prompt": "q"}, {"prompt": 5}], {}, r"row 1: `prompt` is int \(5\), expected text or a list"),
         ([{"prompt": [USER]}], {"chat_template": False}, r"row 0: .* list of messages, which needs data.chat_template"),
         (
