@@ -86,7 +86,7 @@ def test_whatever_a_chat_template_does_is_one_line(build, name):
     assert one_line(caught.value)
 
 
-@pytest.mark.parametrize("template", "{prompt:>1001} {n:.100000000f} {prompt:{n}} {prompt.x} {prompt[0]} {}".split())
+@pytest.mark.parametrize("template", ["{prompt:>1001}", "{n:.10001f}", "{prompt:{n}}", "{n.x}", "{n[0]}", "{}"])
 def test_a_template_that_asks_for_width_or_more_than_columns_is_refused(template, build):
     with pytest.raises((ValidationError, UserError)):
         build({"prompt": "p", "n": 999999999}, prompt_template=template)
