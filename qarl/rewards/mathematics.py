@@ -14,7 +14,7 @@ import math_verify
 from latex2sympy2_extended import NormalizationConfig
 from math_verify import grader, parser
 from math_verify.errors import TimeoutException
-from sympy import Expr, Float
+from sympy import Expr, Float, I
 
 from qarl.errors import UserError
 from qarl.rewards.builtin import final_answer, ground_truths
@@ -169,7 +169,7 @@ def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
 
 
 def _symbolic(timeout_s: int, gold: str, answer: str) -> bool:
-    """Compare two expressions with math-verify, or to 50 digits if they have no variables.
+    """Compare two expressions with math-verify, or to 50 digits if they are real or complex numbers.
 
     Raises:
         ValueError: math-verify cannot parse the ground truth.
@@ -188,8 +188,8 @@ def _spellings(text: str) -> list[str]:
 
 def _equal(gold: str, answer: str, timeout_s: int) -> bool:
     wanted, actual = _constant(gold, timeout_s), _constant(answer, timeout_s)
-    if wanted is not None and actual is not None:
-        return equal(wanted, actual)
+    if len(wanted) == len(actual) > 0:
+        return all(map(equal, wanted, actual))
     target = _parse(gold, timeout_s)
     if not target:
         raise ValueError(f"math-verify finds no answer in the ground truth {gold[-60:]!r}")
@@ -202,17 +202,22 @@ def _parse(text: str, timeout_s: int) -> tuple:
 
 
 @lru_cache(maxsize=1024)
-def _constant(text: str, timeout_s: int) -> Quantity | None:
-    """Return the value of an expression; None if it has variables or is not a real number."""
+def _constant(text: str, timeout_s: int) -> tuple[Quantity, ...]:
+    """Return the value of an expression: its real part, and if it is not real its imaginary part.
+
+    Empty if it has variables. `i` alone is the imaginary unit, which math-verify takes for a variable.
+    """
     if found := read(text):
-        return found[0]
+        return found
     parsed = _parse(text, timeout_s)
-    if not parsed or not isinstance(parsed[0], Expr) or parsed[0].free_symbols:
-        return None
+    if not parsed or not isinstance(parsed[0], Expr) or {str(name) for name in parsed[0].free_symbols} - {"i"}:
+        return ()
+    unit, rounded = dict.fromkeys(parsed[0].free_symbols, I), parsed[0].has(Float)
     try:
-        value = _timeout(timeout_s)(lambda: parsed[0].doit().evalf(_PRECISION))()
-        if not (value.is_Float or value.is_Integer or value.is_Rational):
-            return None
-        return Quantity(Decimal(str(value.evalf(_PRECISION))), approximate=parsed[0].has(Float))
+        parts = _timeout(timeout_s)(lambda: parsed[0].subs(unit).doit().evalf(_PRECISION).as_real_imag())()
+        if not all(part.is_Float or part.is_Integer or part.is_Rational for part in parts):
+            return ()
+        real, imaginary = (Quantity(Decimal(str(part.evalf(_PRECISION))), approximate=rounded) for part in parts)
+        return (real, imaginary) if imaginary.value else (real,)
     except (TimeoutException, DecimalException, ArithmeticError, AttributeError, TypeError, ValueError):
-        return None
+        return ()

@@ -79,6 +79,7 @@ _RULES = [
     (re.compile(r"\{\s*°\s*\}"), "°"),
     (re.compile(r"(\\(?:sin|cos|tan|cot|sec|csc)\s*[({]?\s*)(\d+(?:\.\d+)?)°"), r"\1{\\frac{\2\\pi}{180}}"),
     (re.compile(r"(?<=\d)\s*\\text\{\s*[eE]\s*\}\s*(?=\{?[-+]?\d)"), "e"),
+    (re.compile(r"\\text\{\s*([ei])\s*\}"), r" \1"),  # Euler's number and the imaginary unit
     (re.compile(r"\\frac\s*\{\s*(\\text\{[^{}]*\}\S*?)\s*\}\s*\{\s*(\\text\{[^{}]*\}[^{}]*)\s*\}"), r"\1/\2"),
     (re.compile(r"\\%|\\text\{\s*\\?%\s*\}"), "%"),
     (re.compile(r"\\(?:geq|geqslant)(?![A-Za-z])"), r"\\ge "),
