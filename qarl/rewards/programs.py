@@ -8,6 +8,7 @@ import io
 import json
 import pickle
 import re
+import textwrap
 import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,10 +22,34 @@ from qarl.rewards.code_sandbox import Isolation, Limits, require_sandbox, run_pr
 from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 
 _BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)```", re.DOTALL)
-_PYTHON = {"", "py", "python", "python3"}
+_PYTHON = {"py", "python", "python3"}
 _MARK = "qarl-result:"
-# Appended to call a function of the program; its arguments are on standard input, one JSON value per line.
+# Runs a program and calls one of its functions; the arguments are on standard input, one JSON value per line. The names
+# are those that LeetCode and LiveCodeBench provide, because the code that such tasks begin with uses them: `List[int]`.
 _CALL = f"""
+from string import *
+from re import *
+from datetime import *
+from collections import *
+from heapq import *
+from bisect import *
+from copy import *
+from math import *
+from random import *
+from statistics import *
+from itertools import *
+from functools import *
+from operator import *
+from builtins import *
+from typing import *
+import bisect, collections, copy, datetime, functools, heapq, itertools
+import math, operator, random, re, statistics, string, sys
+
+sys.setrecursionlimit(50000)
+_qarl_program = {{program!r}}
+if "class Solution" not in _qarl_program:
+    globals().pop({{name!r}}, None)  # such as gcd: the program must define it
+exec(compile(_qarl_program, "program.py", "exec", dont_inherit=True))
 
 def _qarl_call():
     import json, sys
@@ -44,11 +69,13 @@ class Test:
     Attributes:
         given: Standard input.
         function: Function to call with the JSON lines of `given`; None: run the whole program.
+        wrapped: Whether `expected` may be a list of one that holds the result.
     """
 
     given: str
     expected: str
     function: str | None = None
+    wrapped: bool = False
 
 
 def code(
@@ -117,9 +144,12 @@ def code(
 
 
 def last_program(text: str) -> str | None:
-    """Return the last fenced block that is marked as Python or has no language; None if there is none."""
-    blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in _PYTHON]
-    return blocks[-1] if blocks else None
+    """Return the last fenced block that is marked as Python, or else that has no language; None if there is none."""
+    blocks = [(language.lower(), textwrap.dedent(body)) for language, body in _BLOCK.findall(text)]
+    marked = [body for language, body in blocks if language in _PYTHON]
+    unmarked = [body for language, body in blocks if not language]  # often the program's output
+    found = marked or unmarked
+    return found[-1] if found else None
 
 
 def read_tests(row: Any, metadata: Any = None) -> list[Test]:
@@ -157,14 +187,15 @@ def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bo
     if test.function is None:
         ran = run_program(program, test.given, limits, isolation)
         return ran.ok and ran.output is not None and same_output(ran.output, test.expected)
-    ran = run_program(program + _CALL.format(name=test.function), test.given, limits, isolation)
-    if not ran.ok or ran.output is None:
+    ran = run_program(_CALL.format(program=program, name=test.function), test.given, limits, isolation)
+    if not ran.ok or ran.output is None or _MARK not in ran.output:
         return False
-    _, mark, result = ran.output.rpartition(_MARK)
+    result = ran.output.rpartition(_MARK)[2]
     try:
-        return bool(mark) and json.loads(result) == json.loads(test.expected)
+        found, wanted = json.loads(result), json.loads(test.expected)
     except ValueError:
         return False
+    return found == wanted or (test.wrapped and found == wanted[0])
 
 
 def same_output(output: str, wanted: str) -> bool:
@@ -195,8 +226,8 @@ def _of_pair(given: Any, wanted: Any, name: str | None) -> Test:
         texts = ["\n".join(map(str, x)) if isinstance(x, list) else str(x) for x in (given, wanted)]
         return Test(texts[0], texts[1])
     arguments = given if isinstance(given, list) else [given]
-    result = wanted[0] if isinstance(wanted, list) and len(wanted) == 1 else wanted
-    return Test("\n".join(map(json.dumps, arguments)), json.dumps(result), name)
+    wrapped = isinstance(wanted, list) and len(wanted) == 1
+    return Test("\n".join(map(json.dumps, arguments)), json.dumps(wanted), name, wrapped)
 
 
 def _of_livecodebench(test: Any, name: str | None) -> Test:

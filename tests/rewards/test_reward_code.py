@@ -53,6 +53,9 @@ CALLS = {"inputs": [[1, 2], [3, 4]], "outputs": [[3], 7], "fn_name": "add"}
         ("def add(a, b):\n    return a + b", CALLS, 1.0),
         ("class Solution:\n    def add(self, a, b):\n        return a + b", json.dumps(CALLS), 1.0),
         ("def add(a, b):\n    print('noise')\n    return a - b", CALLS, 0.0),
+        ("class Solution:\n    def add(self, a: List[int], b) -> Optional[int]:\n        return a + b", CALLS, 1.0),
+        ("from __future__ import annotations\ndef add(a, b):\n    return reduce(operator.add, [a, b])", CALLS, 1.0),
+        ("def pick(x):\n    return [x]", {"inputs": [[1], [2]], "outputs": [[1], [[2]]], "fn_name": "pick"}, 1.0),
         ("def other(a, b):\n    return a + b", CALLS, 0.0),
         ("raise SystemExit(1)", STDIN, 0.0),
     ],
@@ -74,6 +77,7 @@ def test_responses_without_a_finished_program_score_nothing():
 
 def test_the_last_python_block_counts():
     assert last_program("```py\na\n```\n```python3 title\nb\n```\n```sh\nc\n```") == "b\n"
+    assert last_program("```python\nb\n```\nIt prints:\n```\nc\n```") == "b\n" == last_program("  ```\n  b\n  ```")
 
 
 def test_livecodebench_rows_are_read_in_all_their_forms():
