@@ -9,6 +9,7 @@ from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
 
 import transformers
+from huggingface_hub.errors import LocalEntryNotFoundError
 
 from qarl.errors import UserError
 from qarl.inputs.json import flatten, read_json_object
@@ -37,6 +38,8 @@ def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
 
 def _reason(error: Exception, directory: Path | None) -> str:
     """Describe an error in a sentence. A KeyError has only a key, and a TypeError describes the library's own code."""
+    if isinstance(error, LocalEntryNotFoundError):  # its own text does not mention directories
+        return "no such directory, not in the hub's local cache, and the hub does not answer; check name and connection"
     text = " ".join(str(error).split())[:300]
     plain = isinstance(error, (OSError, ValueError, RuntimeError, ImportError)) or type(error) is Exception
     if plain and text:

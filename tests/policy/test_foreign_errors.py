@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
 
 from qarl.checks.check import check_model
@@ -68,12 +69,8 @@ def test_an_index_without_metadata_is_named(tiny_model, tmp_path):
             refused()
 
 
-@pytest.mark.parametrize("error", [KeyError("su"), IndexError()])
+@pytest.mark.parametrize("error", [KeyError("su"), IndexError(), LocalEntryNotFoundError("An error happened")])
 def test_an_error_of_a_library_is_a_sentence_with_a_fix(error):
-    with (
-        pytest.raises(
-            UserError, match=r"^here: \w+ (needs the entry|cannot use the files) .*; restore the model's own files$"
-        ),
-        foreign_errors("here"),
-    ):
+    fixes = r"no such directory.*; check name and connection|\w+ (needs the entry|cannot use the files) .*; restore .*"
+    with pytest.raises(UserError, match=f"^here: ({fixes})$"), foreign_errors("here"):
         raise error
