@@ -93,11 +93,6 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """Read one run. Raises UserError if `path` is no run directory or its configuration cannot be read."""
-    with path_errors(str(path), "give a run directory that can be read"):
-        if not path.is_dir():
-            raise UserError(f"{path}: {'is a file' if path.exists() else 'no such directory'}; give a run directory")
-        if not (path / "config.yaml").exists():
-            raise UserError(f"{path}: not a run directory (it holds no config.yaml); give one that `qarl train` wrote")
     config = read_run_config(path)
     metrics, damaged_metrics = read_records(path / METRICS, Metrics)
     evaluations, damaged_evaluations = read_records(path / EVALUATIONS, Evaluation)
@@ -146,6 +141,13 @@ def find_runs(root: Path) -> tuple[list[RunRecord], list[str]]:
 def read_run_config(run_dir: Path) -> Config:
     """Return the resolved configuration of a run directory. Raises UserError if it cannot be read or is invalid."""
     file = run_dir / "config.yaml"
+    with path_errors(str(run_dir), "give a run directory that can be read"):
+        if not run_dir.is_dir():
+            fault = "is a file" if run_dir.exists() else "no such directory"
+            raise UserError(f"{run_dir}: {fault}; give a run directory")
+        if not file.exists():
+            fault = "not a run directory (it holds no config.yaml)"
+            raise UserError(f"{run_dir}: {fault}; give one that `qarl train` wrote")
     try:
         data = parse_yaml(read_text(file), str(file))
     except Unreadable as error:
