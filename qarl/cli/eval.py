@@ -123,7 +123,8 @@ def _print(results: dict[str, Any]) -> None:
 
     n, ks = results["samples"], [k for k in results["overall"]["pass"] if k != "1"]  # pass@1 is avg
     at = "" if results["step"] is None else f" step {results['step']}"
-    label = f"{results['target']}{at}, {results['scheme']}"
+    cache = ", FP8 KV cache" if results["kv_cache_dtype"] == "fp8" else ""
+    label = f"{results['target']}{at}, {results['scheme']}{cache}"
     table = Table(title=Text(f"{label}: mean [95 % interval]"), title_justify="left")
     table.add_column("task")
     for name in ("prompts", f"avg@{n}", *(f"pass@{k}" for k in ks), "cut off", "tokens"):

@@ -67,7 +67,7 @@ def test_a_model_on_a_local_set_leaves_results_and_every_completion(commands):
     quant = ["--scheme", "w4a16", "--group-size", 32, "--kv-cache-dtype", "fp8"]
     done = commands.gsm8k("--samples", 2, "--k", "1,2", "--max-prompts", 3, *quant)
     assert (done.code, done.err) == (0, "")
-    assert "avg@2" in done.out and "pass@2" in done.out and "w4a16" in done.out
+    assert "avg@2" in done.out and "pass@2" in done.out and "w4a16, FP8 KV cache: mean" in done.out
     (folder,) = (commands.folder / "eval").iterdir()
     assert "-w4a16-kv-fp8-gsm8k-" in folder.name
     results = json.loads((folder / "results.json").read_text())
