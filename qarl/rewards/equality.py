@@ -299,6 +299,8 @@ def _texts(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | Non
         match = _CHOICE.fullmatch(plain[1])
         return True if match is not None and match[1] == choice[1] else None
     if plain[0] != gold or re.fullmatch(r"[A-Za-z][A-Za-z' -]{2,}", gold):
+        if plain[0].casefold() == plain[1].casefold():
+            return True
         words = [re.sub(r"[\W_]+", "", text).casefold() for text in plain]
         if words[0] and words[0] == words[1] and not any(c.isdigit() for c in words[0]):
             return True

@@ -129,7 +129,7 @@ _ANCHOR = re.compile(
 _SENTENCE_END = re.compile(r"[.!?](?=\s|\**\s*$)|\n|。")
 
 _IS_AT_END = re.compile(r"\b(?:is|are|equals)\s+([^A-Za-z\s][^\n]{0,60}?)\.?\s*$")
-_PROSE = re.compile(r"(?!and\b)[A-Za-z]{3,}|[\u3040-\u30ff\u4e00-\u9fff][^\n]*\d")
+_PROSE = re.compile(r"(?!and\b)[A-Za-z]{3,}|\b(?i:is|it|so|he|we)\b|[\u3040-\u30ff\u4e00-\u9fff][^\n]*\d")
 _COMMANDS = re.compile(r"\\text\{[^{}]*\}|\\[A-Za-z]+")
 
 _DIGITS = r"(?:[1-9]\d{0,2}(?:,\d{3})+(?!\d)|[1-9]\d{0,2}(?:[ \u202f]\d{3})+(?![\d/])|\d+)(?:\.\d+)?|\.\d+"

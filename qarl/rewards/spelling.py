@@ -101,7 +101,7 @@ _RULES = [
 ]
 _MATTERS = re.compile(r"[\\~{}*'xX°\ue000]|US")
 _EDGES = " \t\r\n.,;:*`"
-_NUMBER_IN_TEXT = re.compile(r"\\text\{\s*([-+]?[.\d][^{}]*?)\s*\}$")
+_PLAIN_TEXT = re.compile(r"\\text\{\s*([-+]?[.\d][^{}]*?|[A-Z](?:(?:,|\s+and)\s*[A-Z])+)\s*\}$")  # numbers, choices
 _REPEATING = re.compile(r"(\d{0,50})\.(\d{0,50})\\overline\s*\{(\d{1,50})\}")
 
 
@@ -127,8 +127,8 @@ def clean(text: str) -> str:
     text = text.replace("\ue000", "$")
     text = _REPEATING.sub(_repeating, text) if r"\overline" in text else text
     text = text.lstrip(" \t\r\n,;:*`").rstrip(_EDGES).strip()
-    number = _NUMBER_IN_TEXT.match(text)
-    return number[1] if number else text
+    plain = _PLAIN_TEXT.match(text)
+    return plain[1] if plain else text
 
 
 def _repeating(match: re.Match[str]) -> str:
