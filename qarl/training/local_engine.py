@@ -5,10 +5,11 @@ Evaluations of such a run still sample, with the native engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from qarl.batch.saved import read_rollouts, rollout_steps
@@ -128,6 +129,22 @@ class ReplayEngine(LocalEngine):
             self._published = [*self._published, snapshot.version][-self._keeps :]
             self.policy.kept.keep(self._published)
             self.policy.kept.add(snapshot, self.policy.weights)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return what `load` continues from: `VERSION/NAME` -> tensor of the earlier versions that steps may need."""
+        earlier = (self.policy.kept.snapshot(v) for v in self._published if v != self.policy.version)
+        return {f"{one.version}/{name}": tensor for one in earlier for name, tensor in one.tensors.items()}
+
+    def load(self, names: Iterable[str], snapshot_of: Callable[[int], Snapshot]) -> None:
+        """Continue from a saved state, before the first publish.
+
+        Args:
+            names: Names of the saved tensors.
+            snapshot_of: Builds the snapshot of a version from its tensors.
+        """
+        self._published = sorted({int(name.split("/")[0]) for name in names})
+        for version in self._published:
+            self.policy.kept.add(snapshot_of(version))
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
         """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`.

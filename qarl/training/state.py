@@ -20,6 +20,7 @@ from qarl.storage.checkpoint import Checkpoint
 from qarl.storage.loading import StoredTensors
 from qarl.storage.pieces import ROLLOUTS, Piece
 from qarl.storage.saved_state import DataPosition, SavedState, saved_state
+from qarl.training.local_engine import ReplayEngine
 from qarl.training.setup import Run
 from qarl.weight_sync.fingerprints import METADATA
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
@@ -61,11 +62,14 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
         "inputs": run.inputs.digests,
         "model_files": run.inputs.files,
     }
+    tensors: dict[str, Tensor] = {}
     if isinstance(run.source, AsyncEngine):
         tensors, state["rollouts"] = run.source.state()
         state["data"] = run.stream.state()
-        flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
-        pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]
+    elif isinstance(run.source, ReplayEngine):
+        tensors = run.source.state()
+    flat = ((name, tensor.detach().contiguous()) for name, tensor in tensors.items())
+    pieces += [Piece(ROLLOUTS, name, tuple(tensor.shape), 0, tensor.view(-1)) for name, tensor in flat]
     return pieces, state
 
 
@@ -114,23 +118,12 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
 
 
 def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
-    """Restore the queue of asynchronous rollouts: unused responses, and the weights of earlier versions.
+    """Restore asynchronous rollouts: unused responses, and the weights of earlier versions, which a replay needs too.
 
     Raises:
         UserError: The checkpoint has unused responses, and the run is not asynchronous or samples differently.
     """
-    saved, path = state.rollouts, checkpoint.path
-    if saved is None:
-        return
-    waiting, source = len(saved["groups"]), run.source
-    key = "rollout.async as it was" if not isinstance(source, AsyncEngine) else source.unfit(saved)
-    if key and waiting:
-        raise UserError(
-            f"{path}: {waiting} prompts were sampled ahead of the learner with another configuration than this run's; "
-            f"set {key}, or choose another checkpoint.resume"
-        )
-    if key or not isinstance(source, AsyncEngine):
-        return
+    saved, path, source = state.rollouts, checkpoint.path, run.source
     stored = checkpoint.tensors.get(ROLLOUTS, StoredTensors({}, {}))
     tensors = {name: stored[name] for name in stored}
 
@@ -139,6 +132,19 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
         own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
         return stored_snapshot(run.policy, version, own)
 
+    if saved is None:
+        if isinstance(source, ReplayEngine):
+            source.load(tensors, snapshot_of)
+        return
+    waiting = len(saved["groups"])
+    key = "rollout.async as it was" if not isinstance(source, AsyncEngine) else source.unfit(saved)
+    if key and waiting:
+        raise UserError(
+            f"{path}: {waiting} prompts were sampled ahead of the learner with another configuration than this run's; "
+            f"set {key}, or choose another checkpoint.resume"
+        )
+    if key or not isinstance(source, AsyncEngine):
+        return
     try:
         source.load(tensors, saved, snapshot_of)
     except (LookupError, TypeError, ValueError) as error:
