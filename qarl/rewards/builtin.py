@@ -174,7 +174,9 @@ def choice(
     return scores
 
 
-_ANSWER_IS = re.compile(r"(?i:answer\s*(?:is|:))[\s:*$]*(?:\\boxed\{)?\(?([A-Z])\b")
+_ANSWER_IS = re.compile(
+    r"(?i:answer\**\s*(?:is|:)\s*(?:option\b|choice\b)?)[\s:*$`\"]*(?:\\\(|\\boxed\{|\\text(?:bf)?\{)*\(?([A-Z])\b"
+)
 _IN_BRACKETS = re.compile(r"(?:\(|\\boxed\{(?:\\text\{)?\(?)([A-Z])[)}]")
 _ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)
 
@@ -182,8 +184,8 @@ _ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)
 def chosen_letter(text: str) -> str | None:
     """Return the option that a response chooses, as in lm-evaluation-harness; None if it chooses none.
 
-    In order: the first "answer is (X)" (its filter for MMLU-Pro); the last letter in brackets or in a box (its flexible
-    filter for GPQA); the last line that consists of a single letter. If there is an `<answer>` block, only the last one
+    In order: the first "answer is (X)" (its filter for MMLU-Pro), also as "**Answer**: X", "answer is option X" or in
+    LaTeX; the last letter in brackets or in a box (its flexible filter for GPQA); the last line that consists of a single letter. If there is an `<answer>` block, only the last one
     counts.
     """
     text = answer_block(text)

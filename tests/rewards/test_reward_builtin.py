@@ -187,6 +187,9 @@ def test_overlong_refuses_sizes_that_make_no_sense(options):
     [
         ("Because of this the answer is (C).", "C"),
         ("**Answer: D**", "D"),
+        ("(A) is wrong. **Answer**: D", "D"),
+        ("(A) is wrong. Answer: \\(D\\)", "D"),
+        ("The correct answer is option **\\textbf{(D)}**", "D"),
         ("the answer is (A). Wait, the answer is (B).", "A"),  # as MMLU-Pro's filter takes the first
         ("(A) is wrong and (B) is right: (B)", "B"),
         ("so \\boxed{\\text{C}}", "C"),
