@@ -185,8 +185,8 @@ def chosen_letter(text: str) -> str | None:
     """Return the option that a response chooses, as in lm-evaluation-harness; None if it chooses none.
 
     In order: the first "answer is (X)" (its filter for MMLU-Pro), also as "**Answer**: X", "answer is option X" or in
-    LaTeX; the last letter in brackets or in a box (its flexible filter for GPQA); the last line that consists of a single letter. If there is an `<answer>` block, only the last one
-    counts.
+    LaTeX; the last letter in brackets or in a box (its flexible filter for GPQA); the last line that consists of a
+    single letter. If there is an `<answer>` block, only the last one counts.
     """
     text = answer_block(text)
     if first := _ANSWER_IS.search(text):
