@@ -178,6 +178,7 @@ _ANSWER_IS = re.compile(
     r"(?i:answer\**\s*(?:is|:)\s*(?:option\b|choice\b)?)[\s:*$`\"]*(?:\\\(|\\boxed\{|\\text(?:bf)?\{)*\(?([A-Z])\b"
 )
 _IN_BRACKETS = re.compile(r"(?:\(|\\boxed\{(?:\\text\{)?\(?)([A-Z])[)}]")
+_OPTION = re.compile(r"\W*([A-Z])[.):]\s")
 _ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)
 
 
@@ -186,15 +187,17 @@ def chosen_letter(text: str) -> str | None:
 
     In order: the first "answer is (X)" (its filter for MMLU-Pro), also as "**Answer**: X", "answer is option X" or in
     LaTeX; the last letter in brackets or in a box (its flexible filter for GPQA); the last line that consists of a
-    single letter. If there is an `<answer>` block, only the last one counts.
+    single letter. If there is an `<answer>` block, only the last one counts, and it may begin with the letter
+    ("B. blue").
     """
-    text = answer_block(text)
+    whole, text = text, answer_block(text)
     if first := _ANSWER_IS.search(text):
         return first[1]
     for pattern in (_IN_BRACKETS, _ALONE):
         if found := pattern.findall(text):
             return str(found[-1])
-    return None
+    option = None if text is whole else _OPTION.match(text)
+    return option[1] if option else None
 
 
 def tags_for(pattern: str | None, think_tags: Sequence[str] | None) -> Sequence[str] | None:

@@ -195,6 +195,8 @@ def test_overlong_refuses_sizes_that_make_no_sense(options):
         ("so \\boxed{\\text{C}}", "C"),
         ("Reasoning.\n\nC", "C"),
         ("(A) <answer>C</answer>", "C"),
+        ("<answer> C. blue</answer>", "C"),
+        ("C. blue", None),
         ("The answer is a prime number.", None),
     ],
 )
