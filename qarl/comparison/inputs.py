@@ -90,7 +90,7 @@ def input_differences(records: Mapping[str, RunRecord]) -> dict[str, dict[str, A
 
 
 def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) -> list[str]:
-    """Return warnings about inputs, shown above the numbers."""
+    """Return warnings about inputs and damaged records, shown above the numbers."""
     lines = []
     if differences:
         lines.append(
@@ -101,6 +101,9 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
     for name, record in records.items():
         if line := unknown_inputs(record):
             unknown.setdefault(line, []).append(name)
+    for name, record in records.items():
+        if record.damaged and record.state != "running":  # a running one may be writing its last line
+            lines.append(f"{name}: unreadable lines of {listed(list(record.damaged))} are left out of its numbers")
     return lines + [f"{listed(names)}: {line}" for line, names in unknown.items()]
 
 

@@ -186,8 +186,11 @@ def test_a_run_of_an_older_version_counts_with_a_notice(world, tmp_path, capsys,
     del environment["inputs"]
     (path / "environment.json").write_text(json.dumps(environment))
     assert world.own(config).reused
+    (path / "metrics.jsonl").write_text((path / "metrics.jsonl").read_text().replace('{"step": 2', "{", 1))
     compare_runs([path, world.folder / "run"], tmp_path / "out")
-    assert f"{path.name}: an older qarl recorded no" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"{path.name}: an older qarl recorded no" in said
+    assert f"{path.name}: unreadable lines of metrics.jsonl are left out" in said
 
 
 def test_existing_runs_of_different_inputs_are_compared_with_a_notice_and_form_no_group(
