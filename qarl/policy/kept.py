@@ -60,6 +60,10 @@ class KeptVersions:
         """Return the published tensors of a version, on the device or in host memory."""
         return self._versions[version].snapshot
 
+    def tensors(self, versions: Collection[int]) -> dict[str, Tensor]:
+        """Return the published tensors of some versions for a checkpoint, by `VERSION/NAME`."""
+        return {f"{v}/{name}": tensor for v in sorted(versions) for name, tensor in self.snapshot(v).tensors.items()}
+
     def on_device(self, version: int) -> Snapshot:
         """Return the published tensors of a version on the device: a copy if they are in host memory."""
         kept, device = self._versions[version], self._policy.device

@@ -14,7 +14,7 @@ from qarl.storage.manifest import MANIFEST, PIECES, WHOLE, encode
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 
 GROUPS = ("masters", "optimizer")
-ROLLOUTS = "rollouts"  # group of what asynchronous rollouts have sampled ahead; only their checkpoints have it
+ROLLOUTS = "rollouts"  # unused responses of asynchronous rollouts, and the earlier versions that they or a replay need
 SHARD_BYTES = 4 * 2**30  # of tensors per file
 
 

@@ -132,8 +132,7 @@ class ReplayEngine(LocalEngine):
 
     def state(self) -> dict[str, Tensor]:
         """Return what `load` continues from: `VERSION/NAME` -> tensor of the earlier versions that steps may need."""
-        earlier = (self.policy.kept.snapshot(v) for v in self._published if v != self.policy.version)
-        return {f"{one.version}/{name}": tensor for one in earlier for name, tensor in one.tensors.items()}
+        return self.policy.kept.tensors(set(self._published) - {self.policy.version})
 
     def load(self, names: Iterable[str], snapshot_of: Callable[[int], Snapshot]) -> None:
         """Continue from a saved state, before the first publish.

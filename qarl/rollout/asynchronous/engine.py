@@ -352,10 +352,7 @@ class AsyncEngine:
         ranks, needed = self._ranks, self._needed() - {self.policy.version}
         whole = {name: torch.cat(ranks.gather_tensors(tensors.pop(name))) for name in ("tokens", "logprobs")}
         if ranks.first:
-            tensors |= whole
-            for version in sorted(needed):
-                kept = self.policy.kept.snapshot(version).tensors
-                tensors |= {f"{version}/{name}": tensor for name, tensor in kept.items()}
+            tensors |= whole | self.policy.kept.tensors(needed)
         state = {
             "groups": [row for every in ranks.gather(rows) for row in every],
             "log": merged_logs(ranks.gather(log)),
