@@ -190,13 +190,14 @@ def chosen_letter(text: str) -> str | None:
     single letter. If there is an `<answer>` block, only the last one counts, and it may begin with the letter
     ("B. blue").
     """
-    whole, text = text, answer_block(text)
+    block = answer_block(text)
+    text = block or text
     if first := _ANSWER_IS.search(text):
         return first[1]
     for pattern in (_IN_BRACKETS, _ALONE):
         if found := pattern.findall(text):
             return str(found[-1])
-    option = None if text is whole else _OPTION.match(text)
+    option = _OPTION.match(block) if block else None
     return option[1] if option else None
 
 

@@ -158,7 +158,7 @@ def _fragment(response: str, marked: bool, complete_box: bool) -> str | None:
         if "\\boxed" not in text and "\\fbox" not in text:
             text = text.strip().partition("\n")[0]
     elif "\\boxed" not in text:
-        text = answer_block(text)
+        text = answer_block(text) or text
         text = line[1] if (line := _LAST_LINE.search(text)) is not None else text
     text = text.strip()
     if len(text) <= 200 and "\n" not in text and "\\boxed" not in text and "\\fbox" not in text:

@@ -59,10 +59,10 @@ def _leaves_open(prompt: str, opening: str, closing: str) -> bool:
 _BLOCK = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE)
 
 
-def answer_block(text: str) -> str:
-    """Return the content of the last `<answer>` block that is not blank, or the whole text if there is none."""
+def answer_block(text: str) -> str | None:
+    """Return the content of the last `<answer>` block that is not blank; None if there is none."""
     blocks = [content for content in _BLOCK.findall(text) if content.strip()]
-    return blocks[-1] if blocks else text
+    return blocks[-1] if blocks else None
 
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])\s*")
