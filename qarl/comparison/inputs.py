@@ -101,7 +101,6 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
     for name, record in records.items():
         if line := unknown_inputs(record):
             unknown.setdefault(line, []).append(name)
-    for name, record in records.items():
         if record.damaged and record.state != "running":  # a running one may be writing its last line
             lines.append(f"{name}: unreadable lines of {listed(list(record.damaged))} are left out of its numbers")
     return lines + [f"{listed(names)}: {line}" for line, names in unknown.items()]
