@@ -164,19 +164,26 @@ def choice(
 
     Returns:
         One score per response.
+
+    Raises:
+        ValueError: A ground truth is null or not a letter (b, B, B. or (B)).
     """
     check_tags(think_tags)
-    letters = ground_truths(columns, column)
     scores = []
-    for completion, prompt, letter in zip(completions, prompts, letters, strict=True):
+    for completion, prompt, answer in zip(completions, prompts, ground_truths(columns, column), strict=True):
+        letter = _LETTER.fullmatch(str(answer))
+        if letter is None:
+            raise ValueError(f"the data's column `{column}` is {answer!r:.60}, expected a letter; see data.choices")
         answer_part = after_thinking(completion, prompt, think_tags)
-        scores.append(float(answer_part is not None and chosen_letter(answer_part) == str(letter).strip().upper()))
+        scores.append(float(answer_part is not None and chosen_letter(answer_part) == letter[1].upper()))
     return scores
 
 
 _ANSWER_IS = re.compile(
-    r"(?i:answer\**\s*(?:is|:)\s*(?:option\b|choice\b)?)[\s:*$`\"]*(?:\\\(|\\boxed\{|\\text(?:bf)?\{)*\(?([A-Z])\b"
+    r"(?i:answer\**\s*(?:is|:)\s*(?:option\b|choice\b)?)[\s:*$`\"]*(?:\\\(|\\boxed\{|\\text(?:bf)?\{)*\(?"
+    r"(?!I(?:'|\s+(?:think|believe|would|will|can|am|have|know|guess|choose|pick|select)\b))([A-Z])\b"
 )
+_LETTER = re.compile(r"\s*\(?([A-Za-z])[).:]?\s*")
 _IN_BRACKETS = re.compile(r"(?:\(|\\boxed\{(?:\\text\{)?\(?)([A-Z])[)}]")
 _OPTION = re.compile(r"\W*([A-Z])[.):]\s")
 _ALONE = re.compile(r"^\W*([A-Z])\W*$", re.MULTILINE)

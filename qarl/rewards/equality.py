@@ -6,9 +6,11 @@ system for everything else.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TypeGuard
 
 from qarl.rewards.number_text import maybe_euler, read
 from qarl.rewards.numbers import equal
@@ -31,6 +33,8 @@ _NAME = re.compile(
 )
 _MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", re.DOTALL)
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*\)?(?:[.:)]|\s*$).*", re.DOTALL)
+_CLOCK = re.compile(r"(\d{1,2})(?:\s*:\s*([0-5]\d))?\s*(?:([AP])\.?\s?M\.?)?", re.I)
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _INFINITY = re.compile(r"([-+]?)\s*(?:\\infty|\\text\{\s*inf(?:inity)?\s*\}|inf(?:inity)?|oo)", re.I)
 _SPACES = re.compile(r"\s+")
 _NO_SPACES = re.compile(r"(?<!\d)\s+|\s+(?!\d)")  # 2 1/2 is not 21/2
@@ -68,7 +72,7 @@ def same(gold: str, answer: str, symbolic: Symbolic, depth: int = 0) -> bool:
             return symbolic(gold, answer)
         if not any(_GROUPED.fullmatch(text) for text in (gold, answer)):
             return False
-    for compare in (_infinities, _matrices, _collections, _equations, _texts):
+    for compare in (_infinities, _clocks, _matrices, _collections, _equations, _texts):
         found = compare(gold, answer, symbolic, depth)
         if found is not None:
             return found
@@ -80,6 +84,19 @@ def _infinities(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool 
     if signs[0] is None and signs[1] is None:
         return None
     return None not in signs and len({match[1].replace("+", "") for match in signs if match}) == 1
+
+
+def _clocks(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
+    """Compare times of day. 2:5 and 2:15 are ratios, unlike 2:05 and 4:30, which no one would write as a ratio."""
+    wanted, actual = (_CLOCK.fullmatch(_TEXT.sub(r"\1", text)) for text in (gold, answer))
+    if wanted is None or not (wanted[2] or wanted[3]):
+        return None
+    hour, minute, half = int(wanted[1]), wanted[2] or "00", wanted[3] or (actual and actual[3])
+    if half is None and minute[0] != "0" and math.gcd(hour, int(minute)) == 1:
+        return None
+    if actual is None or not (actual[2] or actual[3]) or (hour, minute) != (int(actual[1]), actual[2] or "00"):
+        return False
+    return None in (wanted[3], actual[3]) or wanted[3].upper() == actual[3].upper()
 
 
 def _matrices(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
@@ -148,8 +165,9 @@ def _items(text: str) -> list[list[str]]:
 
 
 def _groupings(text: str) -> list[str]:
-    """Return the text with thousands separators hidden, and unchanged."""
-    return [_GROUPED.sub(lambda match: match[0].replace(",", "\ue001"), text), text]
+    """Return the text with thousands separators hidden, and as it is unless an item would begin with 0, as in 5,000."""
+    hidden = _GROUPED.sub(lambda match: match[0].replace(",", "\ue001"), text)
+    return [hidden] if "\ue0010" in hidden else [hidden, text]
 
 
 def _signs(text: str) -> list[str]:
@@ -178,6 +196,10 @@ def _collections(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool
     wanted, actual = _parts(gold), _parts(answer)
     if wanted is None and actual is None:
         return None
+    if _single(wanted) and (actual is None or read(answer)):  # 5,123 may also be a list
+        return same(wanted.items[0][0], answer, symbolic, depth + 1)
+    if _single(actual) and (wanted is None or read(gold)):
+        return same(gold, actual.items[0][0], symbolic, depth + 1)
     if wanted is None or actual is None:
         return _one_of_one(gold, wanted, answer, actual, symbolic, depth)
     compare = _comparison(wanted, actual)
@@ -187,15 +209,16 @@ def _collections(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool
     return True if found else None if wanted.kind == actual.kind == "union" else False
 
 
+def _single(parts: _Parts | None) -> TypeGuard[_Parts]:
+    return parts is not None and parts.kind == "set" and len(parts.items[0]) == 1
+
+
 def _one_of_one(
     gold: str, wanted: _Parts | None, answer: str, actual: _Parts | None, symbolic: Symbolic, depth: int
 ) -> bool | None:
-    r"""Compare a collection with a single expression: `\{5\}` and `5`, or `x = 1, 2`. None if not comparable."""
+    r"""Compare a collection with a single expression: `x = 1, 2` and `x = 12`. None if not comparable."""
     parts = wanted or actual
     assert parts is not None, "one of the answers must be a collection"
-    if parts.kind == "set" and len(parts.items[0]) == 1:
-        item = parts.items[0][0]
-        return same(item, answer, symbolic, depth + 1) if wanted else same(gold, item, symbolic, depth + 1)
     if parts.kind in ("tuple", "set", "union") and any(
         len(_sides(text)) > 1 or r"\in" in text for text in (gold, answer)
     ):
@@ -293,7 +316,7 @@ def _equations(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool |
 
 def _texts(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | None:
     r"""Compare words, such as `\text{even}`, and letters of a choice, such as (C)."""
-    plain = [_SPACES.sub(" ", re.sub(r"\\text\{([^{}]*)\}", r"\1", text)).strip() for text in (gold, answer)]
+    plain = [_SPACES.sub(" ", _TEXT.sub(r"\1", text)).strip() for text in (gold, answer)]
     choice = re.fullmatch(r"\(?([A-Z])\)?", plain[0].replace(" ", ""))
     if choice is not None:
         match = _CHOICE.fullmatch(plain[1])

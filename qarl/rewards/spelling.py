@@ -62,8 +62,9 @@ _RULES = [
     (re.compile(r"(?<=\d)\{,\}\s*(?=\d{3}(?!\d))"), ","),
     (re.compile(r"(?<=\d)\{[.,]\}\s*(?=\d)"), "."),
     (re.compile(r"(?<=\d)'(?=\d{3}(?!\d))"), ""),
-    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\{([,:])\}"), r"\1"),
     (re.compile(r"(?<!\\)\\[,;: >]|~|\\(?:quad|qquad|enspace|thinspace|space)(?![A-Za-z])"), " "),
+    (re.compile(r"\\log_(?:e(?![A-Za-z])|\{e\})"), r"\\ln "),
     (re.compile(r"\\[dtc]frac(?![A-Za-z])"), r"\\frac"),
     (
         re.compile(r"\\(?:text(?:bf|it|rm|sf|tt|normal)|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname|rm)\s*\{"),

@@ -198,8 +198,17 @@ def test_overlong_refuses_sizes_that_make_no_sense(options):
         ("<answer> C. blue</answer>", "C"),
         ("C. blue", None),
         ("The answer is a prime number.", None),
+        ("Answer: I think it is (C)", "C"),
+        ("Answer: I'm not sure.", None),
+        ("The answer is I because", "I"),
     ],
 )
 def test_a_choice_is_read_as_lm_evaluation_harness_does(text, letter):
     assert chosen_letter(text) == letter
     assert choice([text, f"<think>{text}"], ["p"] * 2, answer=["C", "C"]) == [float(letter == "C"), 0.0]
+
+
+def test_a_right_choice_is_a_letter():
+    assert choice(["The answer is B."] * 4, ["p"] * 4, answer=["b", "(B)", "B.", "(A)"]) == [1.0, 1.0, 1.0, 0.0]
+    with pytest.raises(ValueError, match=r"`answer` is 'blue', expected a letter"):
+        choice(["B"], ["p"], answer=["blue"])
