@@ -91,10 +91,7 @@ def test_a_changed_model_file_is_noticed_and_a_touched_one_is_accepted(tiny_mode
     """The file's size and time stay, so only a digest notices the change."""
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     compare(model, ["fp8"])
-    edits = {
-        "tokenizer.json": (b"\n", b" "),
-        "model.safetensors": (b"0", b"\1"),
-    }
+    edits = {"tokenizer.json": (b"\n", b" "), "model.safetensors": (b"0", b"\1")}
     for name, (old, new) in edits.items():
         file = model / name
         content, status = file.read_bytes(), file.stat()
@@ -111,11 +108,7 @@ def test_a_changed_model_file_is_noticed_and_a_touched_one_is_accepted(tiny_mode
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [
-        (b" \n\t", "is empty"),
-        (b"too short", "has 9 tokens, less than one window of 48"),
-        (None, "no such file"),
-    ],
+    [(b" \n\t", "is empty"), (b"too short", "has 9 tokens, less than one window of 48"), (None, "no such file")],
 )
 def test_a_text_that_cannot_be_used_is_refused(tiny_model, tmp_path, compare, content, message):
     file = tmp_path / "text.txt"

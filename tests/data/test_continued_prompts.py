@@ -109,10 +109,7 @@ def adding() -> dict[str, tuple[PreTrainedTokenizerFast, list[int]]]:
         for before, after in (([], []), (["<s>"], ["</s>"]), (["<s>", "<x>"], ["<x>", "</s>"]))
     }
     pieces = [processors.ByteLevel(), added(["<s>"], ["</s>"])]
-    found |= {
-        "none": (processed(None), []),
-        "sequence": (processed(processors.Sequence(pieces)), [1]),
-    }
+    found |= {"none": (processed(None), []), "sequence": (processed(processors.Sequence(pieces)), [1])}
     return found
 
 

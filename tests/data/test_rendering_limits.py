@@ -16,10 +16,7 @@ from qarl.data.rendering import LimitExceeded, Refused, limited
 from qarl.errors import UserError
 
 LOOP = "{% for i in range(100000) %}"
-ENDLESS = {
-    "loops": LOOP * 3 + "{% endfor %}" * 3,
-    "a power": "{{ (messages[0].content | length) ** (10 ** 9) }}",
-}
+ENDLESS = {"loops": LOOP * 3 + "{% endfor %}" * 3, "a power": "{{ (messages[0].content | length) ** (10 ** 9) }}"}
 LARGE = {
     "doubled text": "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
     "replacement": "{{ ('a' * 100000).replace('a', 'b' * 100000) }}",

@@ -7,14 +7,7 @@ import numpy as np
 import pytest
 
 from qarl.errors import UserError
-from qarl.evaluation.estimators import (
-    Estimate,
-    pass_at_k,
-    task_avg,
-    task_pass_at_k,
-    unweighted_mean,
-    wilson,
-)
+from qarl.evaluation.estimators import Estimate, pass_at_k, task_avg, task_pass_at_k, unweighted_mean, wilson
 
 
 @pytest.mark.parametrize("samples", [1, 2, 5])

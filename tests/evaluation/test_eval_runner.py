@@ -151,10 +151,7 @@ def test_a_torn_end_is_drawn_again(bench, whole, tmp_path):
 
 @pytest.mark.parametrize(
     "identity, weights, said",
-    [
-        ({**IDENTITY, "step": 3}, "a", "step is null there, 3 here"),
-        (IDENTITY, "b", 'weights is "a" there, "b" here'),
-    ],
+    [({**IDENTITY, "step": 3}, "a", "step is null there, 3 here"), (IDENTITY, "b", 'weights is "a" there, "b" here')],
 )
 def test_results_of_another_evaluation_are_refused_and_left_alone(tmp_path, identity, weights, said):
     with begun(tmp_path) as directory:

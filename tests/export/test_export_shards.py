@@ -29,8 +29,7 @@ def test_index_counts_tensor_bytes_and_names_each_file():
 
 
 @pytest.mark.parametrize(
-    "text, size",
-    [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("300kb", 300_000), ("123", 123)],
+    "text, size", [("5GB", 5 * 10**9), ("1.5 MB", 1_500_000), ("2GiB", 2**31), ("300kb", 300_000), ("123", 123)]
 )
 def test_sizes(text, size):
     assert parse_size(text) == size

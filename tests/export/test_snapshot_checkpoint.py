@@ -21,9 +21,7 @@ def write(policy: Policy, model: Path, directory: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "quant",
-    [{"scheme": "bf16"}, SCHEMES["asymmetric"], SCHEMES["fp8"]],
-    ids=["bf16", "asymmetric", "fp8"],
+    "quant", [{"scheme": "bf16"}, SCHEMES["asymmetric"], SCHEMES["fp8"]], ids=["bf16", "asymmetric", "fp8"]
 )
 def test_the_files_hold_the_snapshots_tensors(quant, tiny_model, tmp_path):
     model = tiny_model("qwen2")  # biases beside quantized weights

@@ -22,10 +22,7 @@ from qarl.exporting.readers import Unsupported
 from qarl.inference.target import resolve_target
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-SCHEMES = {
-    "w4a16": {"scheme": "w4a16", "group_size": 32},
-    "w4a8": {"scheme": "w4a8", "group_size": 32},
-}
+SCHEMES = {"w4a16": {"scheme": "w4a16", "group_size": 32}, "w4a8": {"scheme": "w4a8", "group_size": 32}}
 
 
 OWN_PROCESS = "w4a16"

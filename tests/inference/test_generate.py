@@ -121,11 +121,7 @@ def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "content", "message"),
-    [
-        (["hi", "  "], None, "--prompt 2: is empty"),
-        ([], b"\xff", "not UTF-8 text"),
-    ],
+    ("prompts", "content", "message"), [(["hi", "  "], None, "--prompt 2: is empty"), ([], b"\xff", "not UTF-8 text")]
 )
 def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, message):
     file = tmp_path / "prompt.txt"

@@ -78,12 +78,7 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    "state",
-    [
-        {k: v for k, v in GOOD.items() if k != "version"},
-        GOOD | {"snapshot_sha256": "zz"},
-        [],
-    ],
+    "state", [{k: v for k, v in GOOD.items() if k != "version"}, GOOD | {"snapshot_sha256": "zz"}, []]
 )
 def test_a_state_without_what_inference_reads_is_refused(run_of, state):
     with pytest.raises(UserError) as caught:

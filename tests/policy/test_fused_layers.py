@@ -45,10 +45,7 @@ DENSE = [
     ("bf16", None, "qwen3", {"kv_cache_dtype": "fp8"}),
     ("bf16", None, "qwen2", {}),
 ]
-MIXED = [
-    (*W4A16, "mixtral", {}),
-    (*W8A8, "qwen2_moe", {}),
-]
+MIXED = [(*W4A16, "mixtral", {}), (*W8A8, "qwen2_moe", {})]
 if ON_GPU:
     MIXED += [(*scheme, "mixtral", {}) for scheme in SCHEMES] + [("bf16", None, family, {}) for family in MOE[1:]]
 MODES, TWO = ["mlp", "products", "layer"], ("qwen3", "qwen2_moe")

@@ -52,10 +52,7 @@ def test_float32_policy_is_the_hugging_face_model(tiny_model, family: str) -> No
         assert (found[name] - gradient).abs().max() <= 10 * FP32_GRADIENT * max(scale, 1e-3), name
 
 
-@pytest.mark.parametrize(
-    ("family", "scheme"),
-    [*zip(FAMILIES, ["bf16", "w4a16", "w8a8", "nvfp4a16"], strict=True)],
-)
+@pytest.mark.parametrize(("family", "scheme"), [*zip(FAMILIES, ["bf16", "w4a16", "w8a8", "nvfp4a16"], strict=True)])
 def test_a_row_has_its_bits_in_every_batch(tiny_model, family: str, scheme: str) -> None:
     policy = make_policy(tiny_model(family), scheme, torch.bfloat16, 32 if scheme == "w4a16" else None)
     prompts, responses = batch()

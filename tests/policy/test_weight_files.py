@@ -24,10 +24,7 @@ PLACES: list[tuple[object, str]] = [  # where the index says that the norm is
     (INDEX, "not a safetensors file"),
     (5, "weight_map.model.norm.weight = 5"),
 ]
-INDICES = [
-    ([], "holds a list"),
-    ({"weight_map": {}}, "its weights are not those of its config.json"),
-]
+INDICES = [([], "holds a list"), ({"weight_map": {}}, "its weights are not those of its config.json")]
 
 
 def refused(directory: Path, message: str) -> None:
