@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -276,18 +276,16 @@ def _write(
     from qarl.terminal.noise import quiet_libraries
 
     dtype = torch.bfloat16 if unquantized else DTYPES[target.model.dtype]
-    show = progress or (lambda done, total: None)
     with quiet_libraries(print):
-        report = export_target(
+        return export_target(
             target,
             out,
             dtype=dtype,
             max_shard_bytes=max_shard_bytes,
             unpacked=unpacked,
             for_vllm=for_vllm,
-            progress=show,
+            progress=progress or (lambda done, total: None),
         )
-    return ExportResult(**asdict(report))
 
 
 def evaluate(

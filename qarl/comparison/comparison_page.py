@@ -47,7 +47,7 @@ def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) ->
         Section("Curves of the study", _study_curves(comparison, members, groups, records)),
         Section("Evaluation", _evaluation(shown, members)),
         Section("Time, memory and size", _costs(shown)),
-        Section("What differs", _differences(comparison, members)),
+        Section("What differs", _differences(comparison)),
         Section("Environment", _environment(comparison)),
     ]
     return [section for section in sections if section.blocks]
@@ -165,7 +165,7 @@ def _evaluation(shown: list[dict[str, Any]], members: list[dict[str, Any]]) -> l
     rows = []
     for m in evaluated:
         by_name = {task["name"]: task["avg"] for task in m["evaluation"]["tasks"]}
-        cells = [_avg(by_name.get(task)) for task in [*tasks]]
+        cells = [_avg(by_name.get(task)) for task in tasks]
         rows.append([m["name"], number(m["evaluation"]["step"]), *cells, _avg(evaluation_avg(m))])
     heads = [Column("run"), Column("step", "right"), *(Column(task, "right") for task in tasks)]
     blocks.append(Table([*heads, Column("overall", "right")], rows, "avg@k by task, with 95 % intervals"))
@@ -200,7 +200,7 @@ def _bars(shown: list[dict[str, Any]], key: str, scale: int) -> list[Bar]:
     return bars
 
 
-def _differences(comparison: dict[str, Any], members: list[dict[str, Any]]) -> list[Block]:
+def _differences(comparison: dict[str, Any]) -> list[Block]:
     tables = (
         ("Configuration keys that differ between runs", comparison["configuration_differences"]),
         ("Inputs that differ between the runs that recorded them", comparison["input_differences"]),

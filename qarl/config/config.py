@@ -277,7 +277,7 @@ class Config(Section):
             text = "the learner's earlier weights are not kept, only the codes; use newest, or quant.learner: aligned"
             yield self.fault("rollout.async.proximal", text)
         if ahead.verify_frac < 1:
-            yield from self._unverified_faults(ahead.verify_frac)
+            yield from self._unverified_faults()
         if not native:
             yield from self._vllm_routing_faults()
         if ahead.in_flight == "wait":
@@ -300,7 +300,7 @@ class Config(Section):
         if self.diagnostics.routing_every:
             yield self.fault("diagnostics.routing_every", text.format(0))
 
-    def _unverified_faults(self, frac: float) -> Iterator[Fault]:
+    def _unverified_faults(self) -> Iterator[Fault]:
         """Settings that require a learner forward at the policy version of every response."""
         key = "rollout.async.verify_frac"
         if self.rollout.engine == "vllm" and self.vllm_numerics == "fast":

@@ -118,7 +118,7 @@ def _repetitive(ids: np.ndarray, response: np.ndarray) -> np.ndarray:
     for period in range(1, MAX_PERIOD + 1):
         tokens = max(MIN_TOKENS, MIN_PERIODS * period)
         equal = (ids[period:] == ids[:-period]) & (response[period:] == response[:-period])
-        for start, stop in _long_runs(equal, tokens - period):
+        for start, stop in _runs(equal, tokens - period):
             marked[start : stop + period] = True
     return marked
 
@@ -136,38 +136,10 @@ def _garbled(logp: np.ndarray, response: np.ndarray) -> np.ndarray:
     return marked
 
 
-def _long_runs(mask: np.ndarray, length: int) -> list[tuple[int, int]]:
-    """(start, stop) of the runs of True of at least `length` elements.
-
-    Each such run contains a multiple of `length`. Therefore only the neighbourhoods of True elements at multiples are
-    searched, which is fast because most of a batch repeats nothing.
-    """
-    hits = np.flatnonzero(mask[::length]) * length
-    if not len(hits):
-        return []
-    offsets = np.arange(-(length - 1), length)
-    around = hits[:, None] + offsets
-    inside = (around >= 0) & (around < len(mask))
-    values = mask[np.where(inside, around, 0)] & inside
-    # Extent of the run around each hit, to the left and to the right.
-    left = np.minimum.accumulate(values[:, length - 1 :: -1], axis=1).sum(axis=1)
-    right = np.minimum.accumulate(values[:, length - 1 :], axis=1).sum(axis=1)
-    found: list[tuple[int, int]] = []
-    for hit, before, after in zip(*(x.tolist() for x in (hits, left, right)), strict=True):
-        start, stop = hit - before + 1, hit + after
-        if stop - start < length:
-            continue
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(stop, found[-1][1]))
-        else:
-            found.append((start, stop))
-    return found
-
-
-def _runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """(start, stop) of all runs of True."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in edges.reshape(-1, 2)]
+def _runs(mask: np.ndarray, length: int = 1) -> list[tuple[int, int]]:
+    """(start, stop) of the runs of True of at least `length` elements."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).reshape(-1, 2)
+    return [(int(a), int(b)) for a, b in edges[edges[:, 1] - edges[:, 0] >= length]]
 
 
 def _share(mask: np.ndarray) -> float:

@@ -8,7 +8,7 @@ from qarl_formats.scheme import Scheme
 
 from qarl.config.model import PREFIX
 from qarl.config.yaml_io import dump_yaml
-from qarl.exporting.training import Evaluation, evaluations_of, training_facts
+from qarl.exporting.training import EVALUATION_HEAD, evaluations_of, training_facts
 from qarl.inference.export_record import Prompting
 from qarl.inference.target import Target
 from qarl.storage.runs import read_run
@@ -55,7 +55,7 @@ def model_card(
     """
     base = _base_name(target)
     training: list[tuple[str, str]] = []
-    evaluations: list[Evaluation] = []
+    evaluations: list[tuple[str, ...]] = []
     title = f"{base}-{scheme.name}"
     if target.run is not None and target.run_dir is not None and target.step is not None:
         record = read_run(target.run_dir)
@@ -68,21 +68,20 @@ def model_card(
         f"# {_inline(title)}\n",
         _summary(target, scheme, _inline(base)),
         "## Weights\n",
-        _table([("", "")], weights),
+        _table(weights),
     ]
     if training:
-        parts += ["## Training\n", _table([("", "")], [("Base model", base), *training])]
+        parts += ["## Training\n", _table([("Base model", base), *training])]
     if evaluations:
-        rows = [(e.task, str(e.step), e.prompts, e.avg, e.passed) for e in evaluations]
         parts += [
             "## Evaluation\n",
             "Means over prompts, with their 95% confidence intervals.\n",
-            _table([("Task", "Step", "Prompts", "avg@n", "pass@k")], rows),
+            _table(evaluations, EVALUATION_HEAD),
         ]
     if target.prompting is not None:
         parts += [
             "## Prompts\n",
-            _table([("", "")], _prompts(target.prompting)),
+            _table(_prompts(target.prompting)),
             _SERVING[target.prompting.chat_template],
         ]
     fp8 = target.quant.kv_cache_dtype == "fp8"
@@ -175,9 +174,8 @@ def _base_name(target: Target) -> str:
     return path if _on_hub(target) or path.startswith(PREFIX) else Path(path).expanduser().resolve().name
 
 
-def _table(header: Sequence[tuple[str, ...]], rows: Sequence[tuple[str, ...]]) -> str:
-    width = len(header[0])
-    lines = [*header, ("---",) * width, *(tuple(map(_inline, row)) for row in rows)]
+def _table(rows: Sequence[tuple[str, ...]], head: tuple[str, ...] = ("", "")) -> str:
+    lines = [head, ("---",) * len(head), *(tuple(map(_inline, row)) for row in rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

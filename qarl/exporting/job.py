@@ -10,13 +10,14 @@ from qarl_formats.scheme import is_ignored
 from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.card import model_card
-from qarl.exporting.writer import ExportReport, export_checkpoint
+from qarl.exporting.writer import export_checkpoint
 from qarl.inference.calibrated import calibrated
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
 from qarl.storage.checkpoint import CheckpointDamaged
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.shards import bf16_bytes, stored_bytes
+from qarl.types import ExportResult
 from qarl.utils.expert_names import is_router
 from qarl.utils.packed_linears import fusion_fault
 
@@ -30,7 +31,7 @@ def export_target(
     unpacked: bool = False,
     for_vllm: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ExportReport:
+) -> ExportResult:
     """Export a run's checkpoint, or a model rounded to nearest, in the scheme of `target`.
 
     Args:

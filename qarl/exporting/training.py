@@ -1,6 +1,5 @@
 """The model card's section about the run: settings, metrics of its last steps, evaluations. Does not import torch."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,7 @@ REGIMES = {
 }
 
 
-@dataclass(frozen=True)
-class Evaluation:
-    """Result of one task. avg, passed: avg@n and pass@k with confidence intervals, as text."""
-
-    step: int
-    task: str
-    prompts: str
-    avg: str
-    passed: str
+EVALUATION_HEAD = ("Task", "Step", "Prompts", "avg@n", "pass@k")  # of the rows of `evaluations_of`
 
 
 def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> list[tuple[str, str]]:
@@ -81,8 +72,8 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     return facts
 
 
-def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[Evaluation]:
-    """Return evaluations of the policy: by `qarl eval` at `step`, and the last one in training up to `step`.
+def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[tuple[str, ...]]:
+    """Return a row per task of the evaluations by `qarl eval` at `step`, and of the last one in training up to `step`.
 
     Only those with the scheme and KV cache dtype of `quant`. Raises UserError if a results file cannot be read.
     """
@@ -101,15 +92,15 @@ def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[Eva
     return found
 
 
-def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[Evaluation]:
+def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[tuple[str, ...]]:
     try:
         tasks = checked(_Results, results, str(path)).tasks
     except Unreadable as error:
         raise UserError(f"{error}; remove it, or evaluate again") from error
     return [
-        Evaluation(
-            step,
+        (
             task.name,
+            str(step),
             str(task.prompts),
             f"avg@{task.samples} {_interval(task.avg)}",
             ", ".join(f"pass@{k} {_interval(value)}" for k, value in task.passed.items()),

@@ -33,20 +33,9 @@ from qarl.storage.model_directory import (
 )
 from qarl.storage.shards import Shard, bf16_bytes, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
+from qarl.types import ExportResult
 from qarl.utils.versions import package_versions
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe, named_tensors
-
-
-@dataclass(frozen=True)
-class ExportReport:
-    """Result of an export."""
-
-    path: Path
-    files: dict[str, int]  # bytes by name
-    tensor_bytes: int
-    bf16_bytes: int  # of the same model in bfloat16
-    digest: str  # of the manifest of the published tensors
-    same_as_run: bool  # whether the run recorded this digest
 
 
 def export_checkpoint(
@@ -59,7 +48,7 @@ def export_checkpoint(
     card: str,
     unpacked: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ExportReport:
+) -> ExportResult:
     """Write a checkpoint that transformers, vLLM and `resolve_target` read.
 
     `out` appears only after everything was written and read back and, for a run's own scheme, the digest was verified.
@@ -112,7 +101,7 @@ def export_checkpoint(
                 write_file(directory / name, [json.dumps(document, indent=2).encode() + b"\n"])
             write_file(directory / "README.md", [card.encode()])
             files = {str(path.relative_to(directory)): path.stat().st_size for path in files_in(directory)}
-    return ExportReport(out, files, total, bf16_bytes(masters.shapes), digest, same_as_run)
+    return ExportResult(out, files, total, bf16_bytes(masters.shapes), digest, same_as_run)
 
 
 @dataclass

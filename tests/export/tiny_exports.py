@@ -13,12 +13,12 @@ from whole_pieces import whole_pieces
 
 from qarl.config.quant import scheme_of
 from qarl.exporting.job import export_target
-from qarl.exporting.writer import ExportReport
 from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.types import ExportResult
 from qarl.weight_sync.snapshot import Snapshot
 
 SCHEMES: dict[str, dict[str, Any]] = {
@@ -42,7 +42,7 @@ class TinyRun:
     path: Path
     snapshots: dict[int, Snapshot]
 
-    def export(self, out: Path, target: Target | None = None, **options: Any) -> ExportReport:
+    def export(self, out: Path, target: Target | None = None, **options: Any) -> ExportResult:
         target = target or resolve_target(str(self.path))
         dtype = DTYPES[target.model.dtype]
         # Tiny layers have fewer rows than a block of fp8_block, so vLLM cannot fuse them.
