@@ -23,7 +23,7 @@ from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes, numbers_of
-from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from qarl.storage.loading import CheckpointDamaged, load_checkpoint
 from qarl.storage.saved_state import PolicyState, saved_state
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 from qarl.weight_sync.snapshot import Snapshot
@@ -65,7 +65,7 @@ class RunPolicy:
                 "or after the run has ended"
             )
         try:
-            checkpoint = CheckpointStore.load(path, groups=("masters",))
+            checkpoint = load_checkpoint(path, groups=("masters",))
         except CheckpointDamaged as error:
             raise UserError(f"{error}; restore it from a copy, or give another --step") from error
         state, model = saved_state(PolicyState, checkpoint.state, str(path)), self.policy.model

@@ -16,43 +16,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-from qarl.errors import UserError
+from typing import NamedTuple
 
 Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(NamedTuple):
     """A mean in [0, 1] and its 95 % confidence interval."""
 
     mean: float
     low: float
     high: float
 
-    def as_dict(self) -> dict[str, float]:
-        return {"mean": self.mean, "low": self.low, "high": self.high}
-
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Unbiased estimate of the probability that at least one of k samples is correct.
 
     1 - C(samples - correct, k) / C(samples, k), Chen et al. 2021, equation 1.
-
-    Raises:
-        UserError: k > samples.
     """
-    require_k(k, samples)
-    assert 0 <= correct <= samples, f"{correct} correct of {samples}"
+    assert 0 <= correct <= samples and 1 <= k <= samples, f"{correct} correct of {samples}, k = {k}"
     # The binomials are exact integers; only the division and the subtraction round.
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def require_k(k: int, samples: int) -> None:
-    """Raise UserError unless 1 <= k <= samples."""
-    if not 1 <= k <= samples:
-        raise UserError(f"pass@{k}: k must be from 1 to the number of samples ({samples}); lower k or raise it")
 
 
 def task_avg(correct: Sequence[int], samples: int) -> Estimate:
@@ -66,8 +50,7 @@ def task_avg(correct: Sequence[int], samples: int) -> Estimate:
 
 
 def task_pass_at_k(correct: Sequence[int], samples: int, k: int) -> Estimate:
-    """pass@k of a task: mean over prompts of `pass_at_k`. Raises UserError if k > samples."""
-    require_k(k, samples)
+    """pass@k of a task: mean over prompts of `pass_at_k`."""
     # Only the samples // k disjoint groups of k count as independent draws; overlapping groups add little.
     return mean_over_prompts([pass_at_k(samples, c, k) for c in correct], samples // k)
 

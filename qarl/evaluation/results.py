@@ -80,7 +80,7 @@ def metrics_of(summary: dict[str, Any]) -> dict[str, float]:
 
 
 def _values(avg: Estimate, passes: dict[int, Estimate]) -> dict[str, Any]:
-    return {"avg": avg.as_dict(), "pass": {str(k): estimate.as_dict() for k, estimate in passes.items()}}
+    return {"avg": avg._asdict(), "pass": {str(k): estimate._asdict() for k, estimate in passes.items()}}
 
 
 def _means(prefix: str, values: dict[str, Any]) -> dict[str, float]:

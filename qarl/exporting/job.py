@@ -14,7 +14,7 @@ from qarl.exporting.writer import export_checkpoint
 from qarl.inference.calibrated import calibrated
 from qarl.inference.masters import Masters, open_masters
 from qarl.inference.target import Target
-from qarl.storage.checkpoint import CheckpointDamaged
+from qarl.storage.loading import CheckpointDamaged
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.shards import bf16_bytes, stored_bytes
 from qarl.types import ExportResult

@@ -22,7 +22,7 @@ from qarl.policy.load import load_model, load_tokenizer, model_weights
 from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.model_identity import changed_inputs, model_digests, model_files
 from qarl.policy.skeleton import linear_names, skeleton
-from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import load_checkpoint
 from qarl.storage.saved_state import Inputs, PolicyState, saved_state
 from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.quantize import quantize_parameter
@@ -117,7 +117,7 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
     config, generation = plain_config(load_model_config(target.model)), load_generation_config(target.model)
     state = None
     if target.checkpoint is not None:
-        checkpoint = CheckpointStore.load(target.checkpoint, groups=("masters",))
+        checkpoint = load_checkpoint(target.checkpoint, groups=("masters",))
         state = saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
         tokenizer = tokenizer or load_tokenizer(target.model)
         require_same_model(target.checkpoint, state, target.model, config, generation, tokenizer)

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +121,6 @@ class CheckpointStore:
                 shutil.rmtree(temporary, ignore_errors=True)  # gone already unless something above failed
         return final
 
-    @staticmethod
-    def load(path: Path, groups: Collection[str] | None = None, ranks: Ranks | None = None) -> Checkpoint:
-        """Read and verify one checkpoint directory (or a link to one, such as `checkpoints/latest`).
-
-        Args:
-            path: The checkpoint; any number of ranks may have written it.
-            groups: Tensor groups to read and verify; None for all.
-            ranks: All ranks that read it; each verifies a share of the files.
-
-        Raises:
-            UserError: There is no such checkpoint.
-            CheckpointDamaged: A file is missing, truncated or changed.
-        """
-        return load_checkpoint(Path(path), groups, ranks or SingleProcess())
-
     def latest_valid(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
         """Return the newest checkpoint that passes verification; None if there are no checkpoints.
 
@@ -144,7 +129,7 @@ class CheckpointStore:
         steps = self.ranks.gather(self.steps())[0]
         for step in reversed(steps):
             try:
-                return self.load(self.path(step), ranks=self.ranks)
+                return load_checkpoint(self.path(step), ranks=self.ranks)
             except CheckpointDamaged as error:
                 on_skip(f"skipping checkpoint {step}: {error}")
         if steps:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from qarl.distributed.ranks import Ranks
+from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import require_same, same_files, together
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
@@ -104,8 +104,19 @@ class Checkpoint:
         return self.tensors[group].read(name, start, stop)
 
 
-def load_checkpoint(path: Path, groups: Collection[str] | None, ranks: Ranks) -> Checkpoint:
-    """See `CheckpointStore.load`."""
+def load_checkpoint(path: Path, groups: Collection[str] | None = None, ranks: Ranks | None = None) -> Checkpoint:
+    """Read and verify one checkpoint directory (or a link to one, such as `checkpoints/latest`).
+
+    Args:
+        path: The checkpoint; any number of ranks may have written it.
+        groups: Tensor groups to read and verify; None for all.
+        ranks: All ranks that read it; each verifies a share of the files. None for a single process.
+
+    Raises:
+        UserError: There is no such checkpoint.
+        CheckpointDamaged: A file is missing, truncated or changed.
+    """
+    ranks = ranks or SingleProcess()
     found = together(ranks, lambda: _found(path))
     leaders = same_files(ranks, lambda: [file for file in found.iterdir() if file.is_file()])
     team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]

@@ -12,6 +12,7 @@ from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import on_first
 from qarl.storage.checkpoint import CheckpointStore
 from qarl.storage.history import History, write_history
+from qarl.storage.loading import load_checkpoint
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory
 from qarl.terminal.run_console import RunConsole
@@ -87,7 +88,7 @@ class CheckpointManager:
         if self.config.resume == "auto":
             found = self.store.latest_valid(self.console.warn)
         elif self.config.resume != "never":
-            found = self.store.load(Path(self.config.resume).expanduser(), ranks=self.ranks)
+            found = load_checkpoint(Path(self.config.resume).expanduser(), ranks=self.ranks)
         if found is None:
             self.history = self.directory.history_at(0, own=False)
             return 0

@@ -25,7 +25,8 @@ from qarl.errors import UserError
 from qarl.storage import checkpoint as module
 from qarl.storage import pieces as storage_pieces
 from qarl.storage import tensorfile
-from qarl.storage.checkpoint import Checkpoint, CheckpointDamaged, CheckpointStore
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import Checkpoint, CheckpointDamaged, load_checkpoint
 from qarl.storage.manifest import encode
 from qarl.storage.tensorfile import safetensors_chunks
 
@@ -64,7 +65,7 @@ def test_any_cut_is_read_back_whole_and_in_ranges(tmp_path, count, seed):
     assert paths == [tmp_path / "000003"] * count and os.readlink(tmp_path / "latest") == "000003"
     rng = random.Random(seed)
     for readers in (1, 2, 3):
-        for found in as_threads(readers, lambda ranks: CheckpointStore.load(paths[0], ranks=ranks)):
+        for found in as_threads(readers, lambda ranks: load_checkpoint(paths[0], ranks=ranks)):
             assert found.ranks == count
             assert_is_step(found, 3)
     for group, members in some_tensors(3).items():
@@ -99,7 +100,7 @@ def test_files_are_named_by_rank_and_split_above_the_shard_size(tmp_path, monkey
     monkeypatch.setattr(storage_pieces, "SHARD_BYTES", 130 if count == 1 else 200)  # of 480, 84 + 44 and 4 bytes
     monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 24)
     save(tmp_path, count, 1)
-    assert_is_step(CheckpointStore.load(tmp_path / "latest"), 1)
+    assert_is_step(load_checkpoint(tmp_path / "latest"), 1)
     names = [name for name in listing(tmp_path / "000001") if name.startswith("masters")]
     assert names == [f"{name}.safetensors" for name in SPLIT[count]]
 
@@ -112,7 +113,7 @@ def test_two_formats_live_beside_each_other_and_are_pruned(tmp_path):
     found = as_threads(2, lambda ranks: CheckpointStore(tmp_path, 2, ranks).discard_after(3))
     assert found == [[4], [4]] and listing(tmp_path) == ["000003", "latest"]
     save(tmp_path, 2, 3)  # replaced by one of another number of ranks
-    assert CheckpointStore.load(tmp_path / "latest").ranks == 2
+    assert load_checkpoint(tmp_path / "latest").ranks == 2
 
 
 # --- a disk that refuses
@@ -216,9 +217,9 @@ def test_damage_is_named_and_all_ranks_take_the_previous_checkpoint(two, tmp_pat
     for _, skipped in results:
         assert len(skipped) == 1 and reason in skipped[0] and "\n" not in skipped[0]
     with pytest.raises(CheckpointDamaged) as caught:
-        CheckpointStore.load(directory / "000002")
+        load_checkpoint(directory / "000002")
     assert reason in str(caught.value)
-    told = as_threads(3, lambda ranks: CheckpointStore.load(directory / "000002", ranks=ranks))
+    told = as_threads(3, lambda ranks: load_checkpoint(directory / "000002", ranks=ranks))
     assert all(type(error) is CheckpointDamaged and reason in str(error) for error in told)
 
 
@@ -234,7 +235,7 @@ def test_any_damage_gives_a_checkpoint_or_one_line(two, tmp_path, file):
         shutil.copytree(two / "000002", folder)
         what = (damage_entry if chance(draw, 25) else damage_file)(draw, folder / file)
         try:
-            found = CheckpointStore.load(folder)
+            found = load_checkpoint(folder)
             for members in found.tensors.values():
                 for name in members:
                     assert members[name].shape == members.shape(name)

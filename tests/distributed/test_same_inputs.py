@@ -24,6 +24,7 @@ from qarl.distributed.together import rank_difference, require_same
 from qarl.errors import UserError
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import load_checkpoint
 from qarl.training.periodic_evaluation import load_training_tasks
 from qarl.training.run_identity import SAME_FILES, input_digests, named_inputs, shared_tensors_digest, tensors_digest
 
@@ -199,7 +200,7 @@ def test_ranks_that_see_other_checkpoints_verify_all_of_their_files_and_must_fin
 
     def load(*places: str) -> list[Any]:
         paths = [tmp_path / place / "000005" for place in places]
-        return as_threads(len(places), lambda ranks: CheckpointStore.load(paths[ranks.rank], ranks=ranks))
+        return as_threads(len(places), lambda ranks: load_checkpoint(paths[ranks.rank], ranks=ranks))
 
     assert [found.state for found in load("here", "here", "copy")] == [{"n": 1}] * 3
     for places, words in (

@@ -17,7 +17,7 @@ from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.storage.checkpoint import CheckpointStore
-from qarl.storage.loading import StoredTensors
+from qarl.storage.loading import StoredTensors, load_checkpoint
 
 
 def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> Path:
@@ -25,7 +25,7 @@ def as_of_ranks(run: Path, copy: Path, count: int, seed: int | None = None) -> P
     shutil.copytree(run, copy, symlinks=True)
     store = CheckpointStore(run / "checkpoints", 0)
     for step in store.steps():
-        found = store.load(store.path(step))
+        found = load_checkpoint(store.path(step))
         tensors = {group: dict(members) for group, members in found.tensors.items()}
 
         def work(ranks: Ranks) -> Path:

@@ -21,6 +21,7 @@ from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import load_checkpoint
 from qarl.training.row_setup import build_rows
 from qarl.training.setup import build_policy
 from qarl.training.updates import LocalUpdates, Updates
@@ -74,7 +75,7 @@ def save(ranks: Ranks, policy: Policy, updates: Updates, folder: Path) -> dict[s
 def resume(ranks: Ranks, model: str, sections: dict[str, Any], source: str, folder: str) -> dict[str, Any]:
     """Load a checkpoint into the masters of these ranks, after two that do not fit, and save it without a step."""
     policy, updates = held_by(ranks, Case(model, sections).config)
-    found = CheckpointStore.load(Path(source) / "latest", ranks=ranks)
+    found = load_checkpoint(Path(source) / "latest", ranks=ranks)
     meta = found.state["optimizer"]
     for wrong in ({"optimizer": "sgd"}, {"tensors": [*meta["tensors"], "x/exp_avg"]}):
         with pytest.raises(ValueError, match="optimizer state"):
@@ -85,7 +86,7 @@ def resume(ranks: Ranks, model: str, sections: dict[str, Any], source: str, fold
 
 
 def assert_same(folder: Path, other: Path) -> None:
-    first, second = (CheckpointStore.load(path / "latest") for path in (folder, other))
+    first, second = (load_checkpoint(path / "latest") for path in (folder, other))
     assert first.state == second.state
     for group in ("masters", "optimizer"):
         assert first.tensors[group].keys() == second.tensors[group].keys()
@@ -118,7 +119,7 @@ def test_any_number_of_ranks_resumes_with_the_same_bits(tiny_model, tmp_path, se
     for number, count in enumerate((2, 3, 2, 1), start=1):
         places = {"source": str(tmp_path / str(number - 1)), "folder": str(tmp_path / str(number))}
         assert as_threads(count, lambda ranks: resume(ranks, **common, **places)) == [state] * count  # noqa: B023
-        assert CheckpointStore.load(tmp_path / str(number) / "latest").ranks == count
+        assert load_checkpoint(tmp_path / str(number) / "latest").ranks == count
         assert_same(tmp_path / "0", tmp_path / str(number))
     for again, before in ((3, 1), (4, 0)):  # the same number of ranks writes the same bytes
         for path in (tmp_path / str(before) / "000002").iterdir():
@@ -130,7 +131,7 @@ def test_real_ranks_resume_from_one_process_and_back(tiny_model, tmp_path):
     state = train(**common, folder=tmp_path / "0")
     places = {"source": str(tmp_path / "0"), "folder": str(tmp_path / "1")}
     assert run_ranks(2, f"{HERE}:resume", {**common, **places}) == [state] * 2
-    assert CheckpointStore.load(tmp_path / "1" / "latest").ranks == 2
+    assert load_checkpoint(tmp_path / "1" / "latest").ranks == 2
     assert_same(tmp_path / "0", tmp_path / "1")
     assert resume(SingleProcess(), **common, source=str(tmp_path / "1"), folder=str(tmp_path / "2")) == state
     assert_same(tmp_path / "0", tmp_path / "2")

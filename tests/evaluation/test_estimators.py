@@ -6,7 +6,6 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from qarl.errors import UserError
 from qarl.evaluation.estimators import Estimate, pass_at_k, task_avg, task_pass_at_k, unweighted_mean, wilson
 
 
@@ -18,12 +17,6 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_correct_sample(samples):
             subsets = list(itertools.combinations(outcomes, k))
             exact = Fraction(sum(any(subset) for subset in subsets), len(subsets))
             assert pass_at_k(samples, correct, k) == pytest.approx(float(exact), abs=1e-15)
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_k_outside_the_samples_is_refused(k):
-    with pytest.raises(UserError, match=f"pass@{k}: k must be from 1 to the number of samples \\(4\\)"):
-        task_pass_at_k([1, 2], 4, k)
 
 
 def test_task_values_are_means_over_prompts():

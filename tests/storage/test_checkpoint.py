@@ -19,7 +19,8 @@ from whole_pieces import whole_pieces
 from qarl.errors import UserError
 from qarl.storage import checkpoint as module
 from qarl.storage import pieces
-from qarl.storage.checkpoint import CheckpointDamaged, CheckpointStore
+from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import CheckpointDamaged, load_checkpoint
 
 
 def small(step: int) -> dict[str, dict[str, torch.Tensor]]:
@@ -44,7 +45,7 @@ def assert_is_step(found: module.Checkpoint, step: int) -> None:
 def test_a_checkpoint_holds_its_state_and_the_size_and_digest_of_every_file(tmp_path):
     state = {"rng": [2**64 - 1, -3], "position": {"epoch": 1, "order": [3, 1]}, "loss": 1e-6 / 3, "text": "π\ud800"}
     path = store(tmp_path).save(3, whole_pieces(small(3)), state)
-    assert CheckpointStore.load(path).state == state
+    assert load_checkpoint(path).state == state
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest["files"]) == {p.name for p in path.iterdir()} - {"manifest.json"}
     for name, entry in manifest["files"].items():
@@ -59,7 +60,7 @@ def test_the_newest_are_kept_and_latest_is_a_relative_link_to_the_newest(tmp_pat
         checkpoints.save(step, whole_pieces(small(step)), {"step": step})
         assert os.readlink(checkpoints.directory / "latest") == f"00000{step}"
     assert checkpoints.steps() == kept and hidden(checkpoints.directory) == []
-    assert_is_step(CheckpointStore.load(checkpoints.directory / "latest"), 4)
+    assert_is_step(load_checkpoint(checkpoints.directory / "latest"), 4)
     assert checkpoints.discard_after(2) == [step for step in kept if step > 2]
     assert checkpoints.steps() == [step for step in kept if step <= 2]
     if checkpoints.steps():
@@ -70,7 +71,7 @@ def test_saving_a_step_again_replaces_it_and_pruning_spares_what_was_just_writte
     checkpoints = store(tmp_path, 1)
     assert checkpoints.latest_valid(pytest.fail) is None
     with pytest.raises(UserError, match="no such checkpoint"):
-        CheckpointStore.load(checkpoints.path(5))
+        load_checkpoint(checkpoints.path(5))
     checkpoints.save(5, whole_pieces(small(1)), {"step": 1})
     checkpoints.save(5, whole_pieces(small(5)), {"step": 5})
     assert_is_step(checkpoints.latest_valid(pytest.fail), 5)
@@ -101,7 +102,7 @@ def test_damage_is_named_and_the_previous_checkpoint_is_used(tmp_path, damage, r
     assert_is_step(checkpoints.latest_valid(skipped.append), 1)
     assert len(skipped) == 1 and reason in skipped[0] and "\n" not in skipped[0]
     with pytest.raises(CheckpointDamaged, match=reason):
-        CheckpointStore.load(checkpoints.path(2))
+        load_checkpoint(checkpoints.path(2))
 
 
 def test_if_all_are_damaged_or_of_another_format_the_user_is_told_the_fix(tmp_path, monkeypatch):
@@ -114,7 +115,7 @@ def test_if_all_are_damaged_or_of_another_format_the_user_is_told_the_fix(tmp_pa
         patch.setattr(pieces, "WHOLE", 99)
         checkpoints.save(1, whole_pieces(small(1)), {})
     with pytest.raises(UserError, match="checkpoint format 99") as caught:
-        CheckpointStore.load(checkpoints.path(1))
+        load_checkpoint(checkpoints.path(1))
     assert not isinstance(caught.value, CheckpointDamaged)
 
 

@@ -26,7 +26,7 @@ from tiny_runs import Qarl, settings, write_config
 from qarl.batch.saved import read_rollouts, rollout_steps
 from qarl.config import Config
 from qarl.data import PromptStream
-from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import load_checkpoint
 from qarl.types import Prompt
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ class Runs:
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
         """The masters of the last checkpoint."""
-        masters = CheckpointStore.load(self.folder / name / "checkpoints" / "latest", groups=["masters"])
+        masters = load_checkpoint(self.folder / name / "checkpoints" / "latest", groups=["masters"])
         return dict(masters.tensors["masters"])
 
     def metrics(self, name: str) -> list[dict[str, Any]]:

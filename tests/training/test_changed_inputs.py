@@ -18,6 +18,7 @@ import qarl
 from qarl.diagnose.run import diagnose_run
 from qarl.errors import UserError
 from qarl.storage.checkpoint import CheckpointStore
+from qarl.storage.loading import load_checkpoint
 from qarl.training.run_identity import tensors_digest
 
 pytestmark = pytest.mark.slow
@@ -161,7 +162,7 @@ def test_digests_are_kept_for_people_and_an_older_checkpoint_is_taken_as_it_is(t
     assert inputs.keys() == {"model", "reward", "config.json", "generation_config.json", "files"}
     assert len(inputs["files"]["model.path: model.safetensors"]) == len(inputs["model"]["weights"]) == 64
     store = CheckpointStore(tmp_path / "run" / "checkpoints", 0)
-    found = store.load(store.path(1))
+    found = load_checkpoint(store.path(1))
     tensors = {group: {k: v.clone() for k, v in members.items()} for group, members in found.tensors.items()}
     state = {key: value for key, value in found.state.items() if key not in ("inputs", "model_files")}
     del state["data"]["columns_fingerprint"]
