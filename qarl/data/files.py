@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qarl.data.values import NotPlain, Row, plain
 from qarl.errors import UserError
@@ -20,6 +20,9 @@ from qarl.inputs.files import LINE_BYTES, Unreadable, read_lines, read_text
 from qarl.inputs.json import json_kind, parse_json
 from qarl.inputs.paths import path_errors
 from qarl.utils.text import visible
+
+if TYPE_CHECKING:
+    import pyarrow
 
 FILE_BYTES = 8 * 2**30  # limit for .json, .csv and the decoded .parquet, which are read as a whole
 ENTRIES = 1_000_000  # limit for the files in a directory tree
@@ -134,12 +137,34 @@ def _read_parquet(path: Path) -> list[Row]:
             names = file.schema_arrow.names
             if len(set(names)) < len(names):
                 raise UserError(f"data.source: {path}: a column name appears twice in {visible(', '.join(names))}")
-            rows = file.read().to_pylist()
+            rows = table_rows(file.read())
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         # the latter two: text that is not UTF-8, and times out of Python's range
         said = visible(" ".join(str(error).split())[:300])
         raise UserError(f"data.source: {path}: not a readable Parquet file ({said})") from error
     return plain_rows(rows, f"data.source: {path}")
+
+
+def table_rows(table: pyarrow.Table) -> list[Row]:
+    """Return the rows of a table. float32 becomes the shortest decimal that rounds to it: 0.1, not 0.10000000149."""
+    import pyarrow
+
+    for index, field in enumerate(table.schema):
+        text, double = (_floats_as(kind, field.type) for kind in (pyarrow.string(), pyarrow.float64()))
+        if text != field.type:
+            table = table.set_column(index, field.name, table.column(index).cast(text).cast(double))
+    return table.to_pylist()
+
+
+def _floats_as(kind: pyarrow.DataType, of: pyarrow.DataType) -> pyarrow.DataType:
+    """Return the type `of` with `kind` for float32, also within lists and structs."""
+    from pyarrow import list_, struct, types
+
+    if types.is_list(of):
+        return list_(_floats_as(kind, of.value_type))
+    if types.is_struct(of):
+        return struct([(field.name, _floats_as(kind, field.type)) for field in of])
+    return kind if types.is_float32(of) else of
 
 
 def plain_rows(rows: list[Row], place: str) -> list[Row]:

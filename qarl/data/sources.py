@@ -88,7 +88,7 @@ def _load_from_hub(config: DataConfig) -> list[Row]:
         ) from error
     if config.max_rows is not None:
         dataset = dataset.select(range(min(config.max_rows, len(dataset))))
-    return dataset.to_list()
+    return files.table_rows(dataset.with_format("arrow")[:])
 
 
 def _one_line(error: Exception) -> str:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -106,8 +107,6 @@ def test_missing_path_is_refused_without_asking_the_hub(source, tmp_path, monkey
 
 
 def test_hub_dataset_is_asked_for_subset_split_and_first_rows(monkeypatch):
-    import datasets
-
     asked = []
 
     def load_dataset(name, subset, split):
@@ -119,9 +118,18 @@ def test_hub_dataset_is_asked_for_subset_split_and_first_rows(monkeypatch):
     assert asked == [("openai/gsm8k", "main", "test")]
 
 
-def test_hub_failures_become_one_line(monkeypatch):
-    import datasets
+def test_float32_is_the_number_that_was_written(tmp_path, monkeypatch):
+    kind = pyarrow.list_(pyarrow.struct([("x", pyarrow.float32())]))
+    numbers = pyarrow.array([0.1, None], pyarrow.float32())
+    table = pyarrow.table({"answer": numbers, "parts": pyarrow.array([[{"x": 3.14}], []], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    rows = [{"answer": 0.1, "parts": [{"x": 3.14}]}, {"answer": None, "parts": []}]
+    assert load(tmp_path / "a.parquet") == rows
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset(table))
+    assert load("openai/gsm8k") == rows
 
+
+def test_hub_failures_become_one_line(monkeypatch):
     for error, message in (
         (datasets.exceptions.DatasetNotFoundError("Dataset 'a/b'\n doesn't exist"), "cannot load `a/b` from the hub"),
         (ValueError("Unknown split \"x\". Should be one of ['train']."), "Should be one of"),
