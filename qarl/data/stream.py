@@ -43,7 +43,7 @@ class PromptStream:
     def next(self, n: int) -> list[Prompt]:
         """Return the next n prompts. A prompt may appear twice across an epoch's end; if n > len(prompts) some do.
 
-        If all prompts of one epoch in a row would be skipped, none of them is.
+        If as many prompts in a row as there are would be skipped, those that follow are not.
         """
         dealt: list[Prompt] = []
         skipped = 0
@@ -54,11 +54,12 @@ class PromptStream:
                 self._order = self._epoch_order()
             prompt = self._prompts[self._order[self._position]]
             self._position += 1
-            if self._skips(prompt) and skipped < len(self._prompts):
+            skips = self._skips(prompt)
+            if skips and skipped < len(self._prompts):
                 skipped += 1
                 continue
             dealt.append(prompt)
-            skipped = 0
+            skipped = skipped if skips else 0
         return dealt
 
     def record_rewards(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> None:
@@ -71,7 +72,10 @@ class PromptStream:
 
     def _skips(self, prompt: Prompt) -> bool:
         rate = self._rates.get(prompt.id)
-        return self._bounds is not None and rate is not None and not self._bounds[0] <= rate <= self._bounds[1]
+        if self._bounds is None or rate is None:
+            return False
+        low, high = self._bounds
+        return not low - 1e-9 <= rate <= high + 1e-9  # the mean of 0.7 and 0.1 is 0.39999999999999997
 
     def state(self) -> dict[str, Any]:
         """Return the position as JSON. pass_rates: [prompt id, mean reward] of the prompts sampled so far, if

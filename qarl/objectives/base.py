@@ -121,7 +121,8 @@ class ObjectiveConfig(Section):
         0.0,
         ge=0,
         le=FACTOR,
-        description="Weight of the router z-loss, the mean square of the log-sum-exp of the router logits. 0: off.",
+        description="Weight of the router z-loss, the mean square of the log-sum-exp of the router logits, "
+        "summed over the layers. 0: off.",
     )
     dvp_rho: float | None = Field(
         None,

@@ -199,7 +199,9 @@ POLICY = (
     ),
     Curves("Responses without advantage", "fraction", {"policy/zero_advantage_frac": "advantage 0"}),
     Curves(
-        "Router losses", "before their coefficients", {"router/aux_loss": "load balancing", "router/z_loss": "z-loss"}
+        "Router losses",
+        "before their coefficients",
+        {"router/aux_loss": "load balancing", "router/z_loss": "z-loss, mean of layers"},
     ),
     Curves("Largest load of an expert", "relative to uniform load", {"router/load_max": "largest"}),
     Curves("Router entropy", "nats per token", {"router/entropy": "entropy"}),

@@ -130,7 +130,7 @@ class RoutingTotals:
         Returns:
             router/aux_loss                 load-balancing loss over all tokens, scaled like transformers'
                                             load_balancing_loss_func: experts per token if perfectly balanced
-            router/z_loss                   mean squared log-sum-exp of the logits
+            router/z_loss                   mean squared log-sum-exp of the logits; the loss is its sum over the layers
             router/load_max                 largest fraction of a layer's choices for one expert, times the experts
             router/entropy                  mean entropy of a token's distribution over the experts, nats
             mismatch/routing_disagreement   fraction of (token, layer) pairs with different experts
