@@ -172,10 +172,12 @@ class CheckpointStore:
         self._link_latest(step)
 
     def _link_latest(self, step: int) -> None:
-        link = self.directory / ".latest"
+        link, latest = self.directory / ".latest", self.directory / "latest"
         link.unlink(missing_ok=True)
         link.symlink_to(self.path(step).name)
-        os.replace(link, self.directory / "latest")
+        if latest.is_dir() and not latest.is_symlink():  # a copy of the run that followed links
+            delete(latest)
+        os.replace(link, latest)
         fsync_directory(self.directory)
 
     def _prune(self, just_written: int) -> None:

@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -61,6 +62,9 @@ def test_the_newest_are_kept_and_latest_is_a_relative_link_to_the_newest(tmp_pat
         assert os.readlink(checkpoints.directory / "latest") == f"00000{step}"
     assert checkpoints.steps() == kept and hidden(checkpoints.directory) == []
     assert_is_step(load_checkpoint(checkpoints.directory / "latest"), 4)
+    shutil.copytree(tmp_path, tmp_path / "copy")  # `latest` is a directory there
+    store(tmp_path / "copy").save(5, whole_pieces(small(5)), {"step": 5})
+    assert os.readlink(tmp_path / "copy/checkpoints/latest") == "000005"
     assert checkpoints.discard_after(2) == [step for step in kept if step > 2]
     assert checkpoints.steps() == [step for step in kept if step <= 2]
     if checkpoints.steps():
