@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from qarl.checks.check import check_inputs, check_ranks
+from qarl.checks.check import check_run
 from qarl.comparison.api import compare, compare_offline
 from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
@@ -62,20 +62,17 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
         UserError: An error that the user can fix, in the configuration, data or user code.
         qarl.distributed.fault.OtherRankFailed: Another rank of the run failed.
     """
-    from qarl.config.weight_files import check_weights
     from qarl.memory.estimate import expected_device, too_large
     from qarl.storage.names import checkpoint_steps, step_name
     from qarl.storage.runs import EVALUATIONS, METRICS, Evaluation, read_metrics, read_records
 
     given = read_source(config, overrides)
     loaded = given.config()
-    inspection = check_inputs(loaded, given.place, given.overrides)
     ranks = rank_info()
-    check_ranks(loaded, 1 if ranks is None else ranks.count, None, given.place, given.overrides)
-    if inspection.architecture is not None:
-        check_weights(loaded.model, inspection.architecture)
-        if ranks is None and (fault := too_large(loaded, inspection.architecture, expected_device(loaded))):
-            raise UserError(fault)
+    count = 1 if ranks is None else ranks.count
+    shape = check_run(loaded, count, None, given.place, given.overrides).architecture
+    if ranks is None and shape is not None and (fault := too_large(loaded, shape, expected_device(loaded))):
+        raise UserError(fault)
     wait_politely()
     from qarl.training.loop import train as run  # torch: only once the configuration is known to be good
 

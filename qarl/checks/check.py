@@ -23,6 +23,7 @@ from qarl.config.messages import Loc, capped, fault_line
 from qarl.config.model import PREFIX, ModelConfig, UnusableModel, package_gguf
 from qarl.config.overrides import override_keys
 from qarl.config.quant import scheme_of
+from qarl.config.weight_files import check_weights
 from qarl.errors import UserError
 from qarl.inputs.section import Fault
 from qarl.utils.packed_linears import fusion_fault
@@ -60,18 +61,22 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     return inspection
 
 
-def check_ranks(config: Config, count: int, gpus: int | None, file: str, overrides: list[str]) -> None:
-    """Check that a configuration works on `count` ranks.
+def check_run(config: Config, ranks: int, gpus: int | None, file: str, overrides: list[str]) -> Inspection:
+    """Check everything that a run can know before it imports torch: inputs, ranks, and the headers of weight files.
 
     Args:
         config, file, overrides: See `check_inputs`.
-        count: Number of ranks.
+        ranks: Number of ranks.
         gpus: See `several_ranks_faults`.
 
     Raises:
         UserError: One line per fault.
     """
-    _refuse(list(several_ranks_faults(config, count, gpus)), file, overrides)
+    inspection = check_inputs(config, file, overrides)
+    _refuse(list(several_ranks_faults(config, ranks, gpus)), file, overrides)
+    if inspection.architecture is not None:
+        check_weights(config.model, inspection.architecture)
+    return inspection
 
 
 def _refuse(faults: list[Fault], file: str, overrides: list[str]) -> None:

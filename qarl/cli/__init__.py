@@ -10,14 +10,13 @@ from typing import Annotated, Literal, NoReturn
 import typer
 
 from qarl import __version__, api
-from qarl.checks.check import check_inputs, check_ranks
+from qarl.checks.check import check_run
 from qarl.cli import compare, diagnose, export, generate, quantize, report, runs, verify_exact
 from qarl.cli import eval as evaluation
 from qarl.cli.arguments import UsageError, usage_line
 from qarl.cli.launch import gpus_for_ranks, train_on_ranks
 from qarl.config import Config, load_config
 from qarl.config.messages import fault_line
-from qarl.config.weight_files import check_weights
 from qarl.distributed.exit_records import mark_done, write_exit_record
 from qarl.distributed.fault import OTHER_RANK, OtherRankFailed
 from qarl.distributed.rank_info import own_arguments, rank_info, rank_of_several
@@ -169,11 +168,8 @@ def _train(config: str, overrides: list[str], nproc: int | None) -> int:
 def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = None) -> None:
     """Validate a configuration, print it with every default, and estimate its memory. Loads no model and no torch."""
     loaded = load_config(config, overrides)
-    inspection = check_inputs(loaded, config, overrides or [])
     ranks = nproc or 1
-    check_ranks(loaded, ranks, gpus_for_ranks(loaded), config, overrides or [])
-    if inspection.architecture is not None:
-        check_weights(loaded.model, inspection.architecture)
+    inspection = check_run(loaded, ranks, gpus_for_ranks(loaded), config, overrides or [])
     typer.echo(loaded.to_yaml())
     typer.echo(
         f"{loaded.responses_per_step} responses per step, {loaded.minibatch_size} per optimizer step; run directory "
@@ -236,6 +232,3 @@ app.command()(diagnose.diagnose)
 app.command("verify-exact")(verify_exact.verify_exact)
 app.command()(report.report)
 app.command()(runs.runs)
-
-if __name__ == "__main__":
-    main()

@@ -16,10 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from qarl.checks.check import check_inputs, check_ranks
+from qarl.checks.check import check_run
 from qarl.cli.private_directory import rendezvous_directory
 from qarl.config import Config, load_config
-from qarl.config.weight_files import check_weights
 from qarl.distributed.exit_records import is_done, read_exit_record
 from qarl.distributed.fault import INTERRUPTED, OTHER_RANK, Fault, forget_fault, host, write_fault
 from qarl.distributed.key_value_store import DirectoryStore
@@ -63,10 +62,7 @@ def train_on_ranks(config: str, overrides: list[str], count: int) -> int:
     if not user_path(config, "CONFIG").is_file():
         raise UserError(f"CONFIG: {config} is not a file; --nproc starts several processes that read it")
     loaded = load_config(config, overrides)
-    inspection = check_inputs(loaded, config, overrides)
-    check_ranks(loaded, count, gpus_for_ranks(loaded), config, overrides)
-    if inspection.architecture is not None:
-        check_weights(loaded.model, inspection.architecture)
+    check_run(loaded, count, gpus_for_ranks(loaded), config, overrides)
     return launch(["train", "--nproc", str(count), config, *overrides], count, loaded.run_dir)
 
 

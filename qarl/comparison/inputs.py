@@ -8,6 +8,7 @@ from qarl.inputs.json import flatten
 from qarl.storage.config_difference import config_difference
 from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
 from qarl.storage.runs import RunRecord
+from qarl.utils.text import shown_names
 
 SHOWN = 4  # maximum number of names per line
 _SCHEDULE = ("every", "before_training", "at_end")  # keys of `evaluation` that do not affect values
@@ -36,9 +37,9 @@ def input_fault(record: RunRecord, config: Config) -> Fault | None:
     recorded = recorded_inputs(record)
     used = recorded.get("changed")
     if isinstance(used, list) and used:
-        return Fault(f"the run used several versions of {listed(used)}", "train it again")
+        return Fault(f"the run used several versions of {shown_names(used, SHOWN)}", "train it again")
     if names := changed_names(recorded, present_inputs(config, list(recorded))):
-        return Fault(f"{listed(names)} changed since the run was trained", "restore that")
+        return Fault(f"{shown_names(names, SHOWN)} changed since the run was trained", "restore that")
     evaluated = record.state == "finished" and record.evaluations
     if evaluated and (lines := config_difference(_evaluation(record.config), _evaluation(config))):
         return Fault(f"its evaluations have other settings ({'; '.join(lines[:3])})", "restore these values")
@@ -54,7 +55,7 @@ def unknown_inputs(record: RunRecord) -> str | None:
     if not isinstance(files, dict):
         return "an older qarl recorded no digests of files, so it is unknown whether model and data are the same"
     unknown = [name for name, identity in files.items() if identity == UNKNOWN]
-    return f"it is unknown whether {listed(unknown)} is the same" if unknown else None
+    return f"it is unknown whether {shown_names(unknown, SHOWN)} is the same" if unknown else None
 
 
 def recorded_inputs(record: RunRecord) -> dict[str, Any]:
@@ -94,22 +95,17 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
     lines = []
     if differences:
         lines.append(
-            f"the runs were made from different inputs: {listed(list(differences))}; comparison.json has all of them "
-            "(input_differences)"
+            f"the runs were made from different inputs: {shown_names(differences, SHOWN)}; comparison.json has all of "
+            "them (input_differences)"
         )
     unknown: dict[str, list[str]] = {}
     for name, record in records.items():
         if line := unknown_inputs(record):
             unknown.setdefault(line, []).append(name)
         if record.damaged and record.state != "running":  # a running one may be writing its last line
-            lines.append(f"{name}: unreadable lines of {listed(list(record.damaged))} are left out of its numbers")
-    return lines + [f"{listed(names)}: {line}" for line, names in unknown.items()]
-
-
-def listed(names: list[Any]) -> str:
-    """Format the first names and the number of the others."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(map(str, names[:SHOWN])) + more
+            files = shown_names(record.damaged, SHOWN)
+            lines.append(f"{name}: unreadable lines of {files} are left out of its numbers")
+    return lines + [f"{shown_names(names, SHOWN)}: {line}" for line, names in unknown.items()]
 
 
 def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from qarl.config.model import PREFIX, ModelConfig, package_gguf
 from qarl.errors import UserError
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
-from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, require_index, shown_names, stored_tensors
+from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, require_index, stored_tensors
+from qarl.utils.text import shown_names
 
 CONFIG = "config.json"
 ANOTHER = "give another checkpoint"

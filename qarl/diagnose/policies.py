@@ -1,6 +1,7 @@
 """Load a run's policy at a checkpoint and run the forwards of learner and sampler."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,8 +15,8 @@ from qarl.batch.saved import SavedStep
 from qarl.config import Config
 from qarl.diagnostics.gradient_passes import Passes
 from qarl.errors import UserError
-from qarl.inference.masters import require_same_model
-from qarl.inference.opening import context_of
+from qarl.inference.masters import open_masters
+from qarl.inference.opening import context_of, require_codes
 from qarl.inference.target import Target
 from qarl.memory.sizes import decide_sizes
 from qarl.objectives.objective import build_objective
@@ -23,8 +24,7 @@ from qarl.policy.device import pick_device
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.policy import Policy
 from qarl.policy.routes import Routes, numbers_of
-from qarl.storage.loading import CheckpointDamaged, load_checkpoint
-from qarl.storage.saved_state import PolicyState, saved_state
+from qarl.storage.loading import CheckpointDamaged
 from qarl.training.setup import build_policy, build_sampling, set_determinism
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -64,27 +64,16 @@ class RunPolicy:
                 f"{path}: the resumed run has removed it (checkpoint.keep_last); rerun qarl diagnose for a later step, "
                 "or after the run has ended"
             )
+        target = replace(self._target, checkpoint=path)
         try:
-            checkpoint = load_checkpoint(path, groups=("masters",))
+            masters = open_masters(target, self.tokenizer)
         except CheckpointDamaged as error:
             raise UserError(f"{error}; restore it from a copy, or give another --step") from error
-        state, model = saved_state(PolicyState, checkpoint.state, str(path)), self.policy.model
-        require_same_model(path, state, self._target.model, model.config, model.generation_config, self.tokenizer)
-        masters, parameters = checkpoint.tensors["masters"], dict(self.policy.named_parameters())
-        for name in sorted(masters.keys() ^ parameters.keys()) or parameters:
-            if name not in masters or name not in parameters or masters.shape(name) != parameters[name].shape:
-                raise UserError(
-                    f"{checkpoint.path}: made for another model ('{name}' differs); give the model that the run "
-                    "started from with --model"
-                )
-        for name, parameter in parameters.items():
-            parameter.copy_(masters[name])
-        snapshot = self.policy.refresh(state.version)
-        if snapshot.manifest().digest() != state.snapshot_sha256:
-            raise UserError(
-                f"{checkpoint.path}: its masters quantize to other codes than they did in the run; use the "
-                "package versions in the run's environment.json"
-            )
+        for name, parameter in self.policy.named_parameters():
+            parameter.copy_(masters.read(name))
+        assert masters.version is not None, "masters of a run"
+        snapshot = self.policy.refresh(masters.version)
+        require_codes(target, masters, snapshot.manifest().digest())
         return snapshot
 
     def check_tokens(self, saved: SavedStep) -> None:

@@ -156,8 +156,7 @@ def read_vllm(
     log.unlink()  # only a failure needs it
     if "unsupported" in answer:
         raise Unsupported(answer["unsupported"])
-    greedy_ids = [g["token_ids"] for g in answer["greedy"]]
-    return Reading(greedy_ids, answer["logprobs"], answer["likeliest"], answer["version"], answer["note"])
+    return Reading(answer["greedy"], answer["logprobs"], answer["likeliest"], answer["version"], answer["note"])
 
 
 def _last_error(log: Path) -> str:

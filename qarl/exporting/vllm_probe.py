@@ -2,8 +2,8 @@
 
 REQUEST (JSON): {checkpoint, dtype, experts, prompts: [token ids], responses: [token ids], max_tokens, memory_frac,
 context}.
-ANSWER (JSON): {version, note, greedy: [{token_ids, text}], logprobs: [[one per token of a response]], likeliest:
-number of response tokens that are vLLM's likeliest too}, or {unsupported: reason}.
+ANSWER (JSON): {version, note, greedy: [token ids], logprobs: [[one per token of a response]], likeliest: number of
+response tokens that are vLLM's likeliest too}, or {unsupported: reason}.
 One engine does both, without compilation or CUDA graphs. Log-probs are in nats, at temperature 1.
 """
 
@@ -60,7 +60,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": vllm.__version__,
         "note": note,
-        "greedy": [{"token_ids": list(o.outputs[0].token_ids), "text": o.outputs[0].text} for o in greedy],
+        "greedy": [list(output.outputs[0].token_ids) for output in greedy],
         "logprobs": logprobs,
         "likeliest": likeliest,
     }

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from qarl_formats.scheme import Scheme, TensorSpec, check_shape, is_ignored
@@ -120,7 +119,7 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
         checkpoint = load_checkpoint(target.checkpoint, groups=("masters",))
         state = saved_state(PolicyState, checkpoint.state, str(target.checkpoint))
         tokenizer = tokenizer or load_tokenizer(target.model)
-        require_same_model(target.checkpoint, state, target.model, config, generation, tokenizer)
+        _require_same_model(target, state, config, generation, tokenizer)
     model = skeleton(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     common = (config, generation, shapes, frozenset(linear_names(model)))
@@ -140,29 +139,22 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
     return Masters(*common, lambda name: tensors[name], state.version, state.snapshot_sha256)
 
 
-def require_same_model(
-    checkpoint: Path,
+def _require_same_model(
+    target: Target,
     state: PolicyState,
-    model: ModelConfig,
     config: PreTrainedConfig,
     generation: GenerationConfig,
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
-    """Raise UserError if the base model's small files changed since a checkpoint of a run was saved.
+    """Raise UserError if the base model's small files changed since the checkpoint with this state was saved.
 
     The base weights are not compared, because the checkpoint has its own, nor is what older versions did not record.
-
-    Args:
-        checkpoint: The checkpoint's directory, for the message.
-        state: Of the checkpoint.
-        model: Where the base model is now.
-        config, generation, tokenizer: Of the base model.
     """
-    now = Inputs({"model": model_digests(model, generation, tokenizer)}, model_files(config, generation))
+    now = Inputs({"model": model_digests(target.model, generation, tokenizer)}, model_files(config, generation))
     if changed := [what for _, what in changed_inputs(state, now)]:
         raise UserError(
-            f"{checkpoint}: {' and '.join(changed)} changed since it was saved; restore "
-            f"'{model.path}', or give the model that the run started from with --model"
+            f"{target.checkpoint}: {' and '.join(changed)} changed since it was saved; restore "
+            f"'{target.model.path}', or give the model that the run started from with --model"
         )
 
 

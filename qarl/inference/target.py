@@ -20,9 +20,10 @@ from qarl.config.weight_files import CONFIG, stored_format
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord, Prompting, read_export_record
 from qarl.inputs.paths import path_errors, user_path
-from qarl.inputs.tensors import StoredTensor, shown_names, stored_tensors
+from qarl.inputs.tensors import StoredTensor, stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
+from qarl.utils.text import shown_names
 
 
 @dataclass(frozen=True)

@@ -126,10 +126,3 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError) as error:
         reason = visible(" ".join(str(error).removeprefix("Error while deserializing header: ").split())[:200])
         raise Unreadable(str(path), f"is truncated or not a safetensors file; restore it ({reason})") from error
-
-
-def shown_names(names: Any, most: int = 3) -> str:
-    """Format the first few names and the number of the others."""
-    names = list(names)
-    more = f" and {len(names) - most:,} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

@@ -20,13 +20,14 @@ from qarl.inputs.files import read_prefix, read_text
 from qarl.inputs.json import json_kind, read_json
 from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors
-from qarl.inputs.tensors import StoredTensor, require_index, shown_names
+from qarl.inputs.tensors import StoredTensor, require_index
 from qarl.policy.experts import take_apart
 from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, plain_config
 from qarl.policy.modules import check_family
 from qarl.policy.skeleton import ATTENTION, check_rotary, skeleton
 from qarl.policy.source import ModelSource, from_pretrained, kept, locate
 from qarl.policy.stored_weights import StoredWeights
+from qarl.utils.text import shown_names
 
 _ROWS = 4096  # rows of an embedding that are compared at a time
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")

@@ -1,8 +1,9 @@
-"""Text from outside (completions, names, messages) made safe to show."""
+"""Text from outside (completions, names, messages) made safe and short to show."""
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 _HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other invisibles, lone surrogates
 
@@ -17,3 +18,10 @@ def visible(text: str, keep_newlines: bool = False) -> str:
         else char
         for char in text
     )
+
+
+def shown_names(names: Iterable[object], most: int = 3) -> str:
+    """Format the first few names and the number of the others."""
+    texts = list(map(str, names))
+    more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more

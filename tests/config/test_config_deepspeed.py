@@ -6,7 +6,7 @@ import pytest
 import yaml
 from plain_settings import plain_settings
 
-from qarl.checks.check import check_inputs, check_ranks
+from qarl.checks.check import check_inputs, check_run
 from qarl.config import load_config
 from qarl.config.deepspeed import deepspeed_keys, key_faults
 from qarl.errors import UserError
@@ -64,12 +64,12 @@ def test_keys_that_are_read(config, tmp_path):
 )
 def test_settings_that_deepspeed_does_not_support_are_refused(config, override, said):
     with pytest.raises(UserError) as error:
-        check_ranks(load_config(config, [override]), 2, None, config, [override])
+        check_run(load_config(config, [override]), 2, None, config, [override])
     assert said in str(error.value)
 
 
 def test_deepspeed_that_is_not_installed(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'qarl\[deepspeed\]'"):
-        check_ranks(load_config(config), 2, None, config, [])
-    check_ranks(load_config(config), 1, None, config, [])
+        check_run(load_config(config), 2, None, config, [])
+    check_run(load_config(config), 1, None, config, [])
