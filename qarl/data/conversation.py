@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Conversation = tuple[list[Message], int]
 """Messages, and the index from which the assistant's turns are trained on."""
+Tools = list[Any] | None
+"""Tool definitions (JSON schemas) of a conversation."""
 T = TypeVar("T")
 
 
@@ -58,6 +61,30 @@ def plain_messages(messages: list[Message], place: str) -> list[Message]:
     return plain
 
 
+def tools_in(tools: Any, place: str, template: Any) -> Tools:
+    """Return the tool definitions in a value of the column `tools`: a list, or its JSON text as in TRL; else None.
+
+    Keys with null are dropped, see `plain_messages`. Raises UserError if the chat template does not use `tools`.
+    """
+    if isinstance(tools, str):
+        with suppress(ValueError):  # another text
+            tools = json.loads(tools)
+    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
+        return None
+    if not re.search(r"\btools\b", str(template)):
+        raise UserError(
+            f"{place}: has tools, but the model's chat template does not use `tools`; use a model whose template does, "
+            "or rename the column"
+        )
+    return _without_null(tools)
+
+
+def _without_null(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_null(item) for key, item in value.items() if item is not None}
+    return [_without_null(item) for item in value] if isinstance(value, list) else value
+
+
 @dataclass(frozen=True)
 class ChatTemplate:
     """The chat template of a tokenizer and its arguments.
@@ -75,7 +102,9 @@ class ChatTemplate:
     refusal: str = "the model's chat template refuses the prompt"
     remedy: str = "set data.chat_template: false"
 
-    def render(self, conversations: Sequence[list[Message]], places: Sequence[str]) -> list[str]:
+    def render(
+        self, conversations: Sequence[list[Message]], places: Sequence[str], tools: Sequence[Tools] | None = None
+    ) -> list[str]:
         """Render conversations up to the position at which the response begins.
 
         A final assistant message is continued: its text ends the prompt, as with `continue_final_message` of
@@ -85,14 +114,18 @@ class ChatTemplate:
         Args:
             conversations: Lists of messages, see `plain_messages`.
             places: Prefix of error messages, per conversation.
+            tools: Tool definitions, per conversation; None: none has any.
 
         Raises:
             UserError: The template raises, exceeds the limits of `qarl.data.rendering`, does not use one of the
                 arguments, or drops or changes the message to continue.
         """
-        return self._limited(self._render, conversations, places)
+        tools = tools or [None] * len(conversations)
+        return self._limited(self._render, list(zip(conversations, tools, strict=True)), places)
 
-    def split(self, conversations: Sequence[Conversation], places: Sequence[str]) -> list[list[tuple[str, bool]]]:
+    def split(
+        self, conversations: Sequence[Conversation], places: Sequence[str], tools: Sequence[Tools]
+    ) -> list[list[tuple[str, bool]]]:
         """Render whole conversations, split into pieces that are a trained assistant's turn and pieces that are not.
 
         A turn begins after the template's generation prompt and includes what the template writes after the message,
@@ -101,7 +134,7 @@ class ChatTemplate:
 
         Args:
             conversations: Each with at least one trained turn of the assistant.
-            places: Prefix of error messages, per conversation.
+            places, tools: Per conversation, see `render`.
 
         Returns:
             Per conversation (text, whether it is a trained turn); the texts joined are the rendered conversation.
@@ -111,7 +144,7 @@ class ChatTemplate:
         """
         return [
             [(text, bool(trained)) for text, trained in json.loads(line)]
-            for line in self._limited(self._split, conversations, places)
+            for line in self._limited(self._split, list(zip(conversations, tools, strict=True)), places)
         ]
 
     def _limited(self, work: Callable[[T], str], items: Sequence[T], places: Sequence[str]) -> list[str]:
@@ -130,8 +163,9 @@ class ChatTemplate:
             raise UserError(f"{places[len(texts)]}: {self.refusal}: {visible(str(error))}") from error
         return texts
 
-    def _render(self, messages: list[Message]) -> str:
+    def _render(self, item: tuple[list[Message], Tools]) -> str:
         """Render one conversation. Runs in the limited child process."""
+        messages, tools = item
         final = messages[-1] if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") else None
         if final is not None and not final["content"].strip():
             final, messages = None, messages[:-1]
@@ -143,6 +177,7 @@ class ChatTemplate:
                     add_generation_prompt=final is None,
                     continue_final_message=final is not None,
                     strftime_now=lambda format: self.now.strftime(format),
+                    tools=tools,
                     **self.kwargs,
                 )
             )
@@ -157,14 +192,15 @@ class ChatTemplate:
             raise ValueError(_CHANGED)
         return _with_system(messages, text)
 
-    def _split(self, conversation: Conversation) -> str:
+    def _split(self, item: tuple[Conversation, Tools]) -> str:
         """`split` of one conversation, as JSON. Runs in the limited child process."""
-        messages, first = conversation
+        (messages, first), tools = item
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         pieces: list[tuple[str, bool]] = []
         done = ""
         for turn in turns:
-            before, after = self._whole(messages[:turn], True), self._whole(messages[: turn + 1], False)
+            before = self._whole(messages[:turn], True, tools)
+            after = self._whole(messages[: turn + 1], False, tools)
             if not after.startswith(before):
                 if turn == turns[-1]:
                     raise ValueError(_OTHER_BEGINNING)
@@ -176,7 +212,7 @@ class ChatTemplate:
         _with_system(messages[: turns[-1] + 1], done)
         return json.dumps(pieces)
 
-    def _whole(self, messages: list[Message], opens: bool) -> str:
+    def _whole(self, messages: list[Message], opens: bool, tools: Tools) -> str:
         """Render messages as they are. opens: followed by the generation prompt of a new turn."""
         return str(
             self.tokenizer.apply_chat_template(
@@ -184,6 +220,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=opens,
                 strftime_now=lambda format: self.now.strftime(format),
+                tools=tools,
                 **self.kwargs,
             )
         )

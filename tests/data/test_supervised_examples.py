@@ -70,6 +70,21 @@ def test_a_conversation_that_repeats_its_prompt_is_prompted_once(build, tokenize
     assert "S" in parts(tokenizer, one)[0] and parts(tokenizer, one)[2] == "6<|im_end|>\n"
 
 
+def test_tools_of_a_row_reach_the_template(build, section, tokenizer):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"a": None, "b": 1}}}]
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+    shown = '[{"type": "function", "function": {"name": "add", "parameters": {"b": 1}}}]<|im_start|>system'
+    for value in tools, json.dumps(tools):
+        (example, plain), _ = build([{"messages": TURNS, "tools": value}, {"messages": TURNS, "tools": []}], template)
+        assert parts(tokenizer, example)[0].startswith(shown) and parts(tokenizer, plain)[0].startswith("<|im_start|>")
+        (prompt,), _ = build_prompts(section([{"prompt": "2+2?", "tools": value}], template), tokenizer, 400, 200)
+        assert prompt.token_ids == example.token_ids
+    (other,), _ = build([{"prompt": TURNS[:1], "completion": "4", "tools": value}], template, prompt_template="{tools}")
+    assert parts(tokenizer, other)[0].startswith("<|im_start|>")
+    with pytest.raises(UserError, match=r"data: row 0: .*does not use `tools`"):
+        build([{"messages": TURNS, "tools": tools}], CHATML)
+
+
 def test_a_turn_ends_with_its_last_stop_token(build, tokenizer):
     """The newline that the template writes after it is context, and nothing after the last turn is kept."""
     prompts, _ = build([{"messages": TURNS}], stops=[tokenizer.convert_tokens_to_ids(">")])
