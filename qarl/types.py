@@ -126,6 +126,7 @@ class ExportResult:
         bf16_bytes: Size of the same model in bfloat16, in bytes.
         digest: SHA-256 of the manifest of the published tensors.
         same_as_run: Whether the run recorded the same digest.
+        fault: Why transformers 5 cannot load it; None if it can.
         verification: Contents of verification.json; None if verification was not requested.
         pushed: URL of the commit on the hub; None if it was not pushed.
     """
@@ -136,6 +137,7 @@ class ExportResult:
     bf16_bytes: int
     digest: str
     same_as_run: bool
+    fault: str | None = None
     verification: dict[str, Any] | None = field(default=None, repr=False)
     pushed: str | None = None
 

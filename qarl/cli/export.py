@@ -99,6 +99,8 @@ def show(report: ExportResult) -> None:
     typer.echo(f"tensors: {report.tensor_bytes:,} bytes, {ratio:.3f} of the {report.bf16_bytes:,} in bf16")
     proof = "the digest that the run recorded" if report.same_as_run else "read back from the files"
     typer.echo(f"snapshot sha256 {report.digest[:16]}: {proof}")
+    if report.fault is not None:
+        typer.echo(f"transformers 5 cannot load it: {report.fault}")
 
 
 @contextmanager

@@ -22,7 +22,8 @@ In the directory of this file:
 ```sh
 vllm serve .{options}
 ```
-
+"""
+_TRANSFORMERS = """\
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -46,12 +47,18 @@ _SERVING = {  # by `Prompting.chat_template`
 
 
 def model_card(
-    target: Target, scheme: Scheme, dtype: str, file_format: str | None, tensor_bytes: int, bf16_bytes: int
+    target: Target,
+    scheme: Scheme,
+    dtype: str,
+    file_format: str | None,
+    tensor_bytes: int,
+    bf16_bytes: int,
+    fault: str | None = None,
 ) -> str:
     """Return the model card. Raises UserError if the run's records cannot be read.
 
     dtype: of unquantized tensors. file_format: compressed-tensors' name of it; None for bf16. bf16_bytes: of the same
-    model in bfloat16.
+    model in bfloat16. fault: why transformers 5 cannot load the export; None if it can.
     """
     base = _base_name(target)
     training: list[tuple[str, str]] = []
@@ -86,15 +93,17 @@ def model_card(
         ]
     fp8 = target.quant.kv_cache_dtype == "fp8"
     parts.append(_LOADING.format(options=" --kv-cache-dtype fp8" if fp8 else ""))
+    parts.append(_TRANSFORMERS if fault is None else f"transformers 5 cannot load it: {fault}.\n")
     if fp8:
         parts.append(
             "It was trained with a KV cache of FP8 (e4m3, scale 1), which `--kv-cache-dtype fp8` gives it in vLLM; "
             "transformers keeps keys and values in 16 bits.\n"
         )
-    if scheme.quantized:
+    if scheme.quantized and fault is None:
         rounded = "" if scheme.scale_dtype == dtype else f", with their scales rounded to {dtype}"
         parts.append(f"transformers needs the `compressed-tensors` package; it dequantizes the weights{rounded}.\n")
-    parts.append(f"Oldest readers: vLLM 0.24, transformers {_oldest_transformers(scheme)}.\n")
+    oldest = "" if fault is not None else f", transformers {_oldest_transformers(scheme)}"
+    parts.append(f"Oldest readers: vLLM 0.24{oldest}.\n")
     parts.append("`qarl_export.json` lists where the tensors come from, with a SHA-256 of each.\n")
     return "\n".join(parts)
 

@@ -1,6 +1,7 @@
 """Export a target to a directory."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -10,6 +11,7 @@ from qarl_formats.scheme import is_ignored
 from qarl.config.quant import GROUPED, scheme_of
 from qarl.errors import UserError
 from qarl.exporting.card import model_card
+from qarl.exporting.readers import fault_of_experts
 from qarl.exporting.writer import export_checkpoint
 from qarl.inference.calibrated import calibrated
 from qarl.inference.masters import Masters, open_masters
@@ -18,7 +20,7 @@ from qarl.storage.loading import CheckpointDamaged
 from qarl.storage.names import checkpoint_steps
 from qarl.storage.shards import bf16_bytes, stored_bytes
 from qarl.types import ExportResult
-from qarl.utils.expert_names import is_router
+from qarl.utils.expert_names import is_router, of_experts
 from qarl.utils.packed_linears import fusion_fault
 
 
@@ -52,11 +54,18 @@ def export_target(
         _check_fusion(target, masters)
     masters = calibrated(target, masters)
     specs = masters.specs(target.quant, dtype, unpacked)
-    file_format = quantization_config(scheme, target.quant.ignore, unpacked)["format"] if scheme.quantized else None
+    stored = quantization_config(scheme, target.quant.ignore, unpacked) if scheme.quantized else None
+    fault = None if stored is None else fault_of_experts(stored, sorted(masters.linears))
     card = model_card(
-        target, scheme, str(dtype).removeprefix("torch."), file_format, stored_bytes(specs), bf16_bytes(masters.shapes)
+        target,
+        scheme,
+        str(dtype).removeprefix("torch."),
+        None if stored is None else stored["format"],
+        stored_bytes(specs),
+        bf16_bytes(masters.shapes),
+        fault,
     )
-    return export_checkpoint(
+    report = export_checkpoint(
         target,
         masters,
         out,
@@ -66,6 +75,7 @@ def export_target(
         unpacked=unpacked,
         progress=progress,
     )
+    return replace(report, fault=fault)
 
 
 def _open(target: Target) -> Masters:
@@ -103,4 +113,5 @@ def _check_fusion(target: Target, masters: Masters) -> None:
         option = f"--{key}" if target.run is None else f"quant.{key} of the run"
         fix = {"ignore": "ignore both or neither", "scheme": "use another scheme"}[key]
         fix = f"{fix}, or" if target.run is None else "export its masters with --dtype bf16, or"
-        raise UserError(f"{option}: {reason}; {fix} pass --no-vllm; transformers and qarl can read the result")
+        readers = "qarl" if any(map(of_experts, masters.linears)) else "transformers and qarl"
+        raise UserError(f"{option}: {reason}; {fix} pass --no-vllm; {readers} can read the result")

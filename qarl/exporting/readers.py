@@ -7,12 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from qarl_formats.scheme import is_ignored
 from qarl_kernels.logprob import Truncation
 
 from qarl.errors import UserError
@@ -20,6 +21,7 @@ from qarl.inference.opening import Opened, open_policy
 from qarl.inference.target import resolve_target
 from qarl.inputs.library_errors import quiet_loading
 from qarl.types import Prompt
+from qarl.utils.expert_names import of_experts
 
 VLLM_TIMEOUT_S = 900
 
@@ -56,19 +58,31 @@ def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, de
         opened.close()
 
 
-def fault_of_experts(quantization: Mapping[str, Any]) -> str | None:
-    """Return why transformers cannot read a mixture's experts in this `quantization_config`; None if it can.
+def fault_of_experts(quantization: Mapping[str, Any], linears: Iterable[str]) -> str | None:
+    """Return why transformers 5 cannot read a mixture's experts from an export; None if it can, or there are none.
 
     transformers fuses a layer's experts while loading, and 5.19 dequantizes two layouts there: packed integers without
     zero points, and FP8 codes with one scale per row. It rejects others, or reads NVFP4 without its global scale.
+    Beside packed integers it leaves unquantized experts at random values, and logs them as missing.
+
+    Args:
+        quantization: `quantization_config` of config.json.
+        linears: Names of the model's Linear layers; others than those of experts are skipped.
     """
+    ignored: dict[str, set[bool]] = {}  # by the Linears that are fused, whether one of them is ignored
+    for name in linears:
+        if (fused := of_experts(name)) is not None:
+            ignored.setdefault(fused, set()).add(is_ignored(name, quantization["ignore"]))
+    if not ignored:
+        return None
     (group,) = quantization["config_groups"].values()
     weights, layout = group["weights"], quantization["format"]
     packed = layout == "pack-quantized" and weights["symmetric"]
-    if packed or (layout == "float-quantized" and weights["strategy"] == "channel"):
-        return None
-    zero_points = "" if weights["symmetric"] else " with zero points"
-    return f"transformers does not dequantize experts in {layout}{zero_points} (strategy {weights['strategy']})"
+    if not packed and (layout != "float-quantized" or weights["strategy"] != "channel"):
+        zero_points = "" if weights["symmetric"] else " with zero points"
+        return f"transformers does not dequantize experts in {layout}{zero_points} (strategy {weights['strategy']})"
+    left = [name for name, found in ignored.items() if (True in found if packed else len(found) == 2)]
+    return f"transformers does not load {left[0]}, of which experts are not quantized" if left else None
 
 
 @torch.no_grad()

@@ -110,9 +110,9 @@ def verify_export(
     texts, weights = _texts(opened, reference), opened.policy.current.weights
     shapes = {weight.shape for weight in weights.values()}
     mixed = any(experts_of(name.rpartition(".")[0]) for name in weights)
-    fault = fault_of_experts(stored["quantization_config"]) if mixed else None
     scheme, model = scheme_of(target.quant), opened.policy.model
     rows: dict[str, Any] = {name: model.get_submodule(name).out_features for name in linear_names(model)}
+    fault = fault_of_experts(stored["quantization_config"], rows) if scheme.quantized else None
     unfused = fusion_fault(scheme, target.quant.ignore, rows)
     opened.close()
     del opened, model

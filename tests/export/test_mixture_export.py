@@ -16,9 +16,9 @@ from qarl.utils.expert_names import EXPERT_NAMES
 pytestmark = pytest.mark.usefixtures("no_vllm")
 
 
-def exported(tiny_model, directory: Path, family: str, scheme: str) -> tuple[Path, dict[str, dict]]:
+def exported(tiny_model, directory: Path, family: str, quant: dict) -> tuple[Path, dict[str, dict]]:
     """(the checkpoint, what each reader found)."""
-    run = save_run(directory / "run", tiny_model(family), steps=(2,), **SCHEMES[scheme])
+    run = save_run(directory / "run", tiny_model(family), steps=(2,), **quant)
     run.export(directory / "out")
     record = verify_export(resolve_target(str(run.path)), directory / "out", device="cpu", say=lambda line: None)
     return directory / "out", {reader["reader"]: reader for reader in record["readers"]}
@@ -26,7 +26,7 @@ def exported(tiny_model, directory: Path, family: str, scheme: str) -> tuple[Pat
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe"])
 def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, family):
-    out, found = exported(tiny_model, tmp_path, family, "w4a16-g32")
+    out, found = exported(tiny_model, tmp_path, family, SCHEMES["w4a16-g32"])
     assert {name: reader["status"] for name, reader in found.items()} == {
         "codes": "agrees",
         "qarl": "agrees",
@@ -46,11 +46,31 @@ def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, fam
         assert (f"{layer}.mlp.shared_expert.{leaf}.weight_packed" in stored) == (family == "qwen2_moe")
 
 
-def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path):
-    _, found = exported(tiny_model, tmp_path, "mixtral", "nvfp4a16")
+@pytest.mark.parametrize(
+    ("scheme", "ignored", "reason"),
+    [
+        ("nvfp4a16", "lm_head", "experts in nvfp4-pack-quantized (strategy tensor_group)"),
+        # transformers would leave them at random values
+        (
+            "w4a16-g32",
+            r"re:model\.layers\.1\.",
+            "load model.layers.1.block_sparse_moe.experts.w1, of which experts are not quantized",
+        ),
+        ("fp8", r"re:.*\.2\.w1", "load model.layers.0.block_sparse_moe.experts.w1, of which experts are not quantized"),
+    ],
+)
+def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path, scheme, ignored, reason):
+    out, found = exported(tiny_model, tmp_path, "mixtral", SCHEMES[scheme] | {"ignore": ["lm_head", ignored]})
     assert (found["codes"]["status"], found["qarl"]["status"]) == ("agrees", "agrees")
     assert found["transformers"]["status"] == "skipped"
-    assert found["transformers"]["reason"].endswith("experts in nvfp4-pack-quantized (strategy tensor_group)")
+    assert found["transformers"]["reason"].endswith(reason)
+    assert f"{reason}.\n" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("scheme", "ignored"), [("fp8", r"re:model\.layers\.1\."), ("w4a16-g32", "re:.*self_attn")])
+def test_transformers_reads_other_layers_unquantized(tiny_model, tmp_path, scheme, ignored):
+    _, found = exported(tiny_model, tmp_path, "mixtral", SCHEMES[scheme] | {"ignore": ["lm_head", ignored]})
+    assert found["transformers"]["status"] == "agrees", found["transformers"]
 
 
 def test_transformers_has_the_dequantized_experts(tiny_model, tmp_path):
