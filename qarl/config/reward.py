@@ -13,6 +13,9 @@ from qarl.inputs.section import Fault, Field, Section, path_faults
 BUILTIN_REWARDS = ("math", "choice", "code", "exact", "regex", "length", "overlong", "format", "reasoning_gym")
 
 
+RESERVED = {"completions", "prompts", "completion_ids"}
+
+
 class RewardFunction(Section):
     """One reward function and its weight in the sum."""
 
@@ -31,6 +34,10 @@ class RewardFunction(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("name", self.file)
+        for name in sorted(RESERVED & self.options.keys()):
+            yield Fault(
+                ("options", name), self.options[name], "is an argument of every reward function; rename the option"
+            )
         if self.name in BUILTIN_REWARDS or REFERENCE.fullmatch(self.name):
             return
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)

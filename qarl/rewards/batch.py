@@ -189,6 +189,8 @@ class Batch:
             return
         retries = self._retries[task.function]
         if len(task.indices) == 1:
+            if report.hung and retries.hangs >= PATIENCE:
+                outcome += f"; after {PATIENCE} such calls, a completion has {IMPATIENT:g} x reward.timeout_s"
             retries.hangs += report.hung and retries.until is not None
             self._fail(task.function, 1, f"completion {self._number(task.indices[0])} scores 0: {outcome}", outcome)
             return

@@ -219,8 +219,8 @@ def length(
     prompts: list[str],
     *,
     unit: Literal["chars", "words", "tokens"] = "chars",
-    target: int | None = None,
-    max: int | None = None,
+    target: float | None = None,
+    max: float | None = None,
     **columns: list,
 ) -> list[float]:
     """Return the negative length of each completion, optionally relative to `max` or `target`.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, get_type_hints
 
 from qarl.errors import UserError
 from qarl.inputs import code
@@ -82,8 +82,21 @@ def _bind_builtin(function: Callable[..., Any], options: dict[str, Any], columns
     try:
         bound([], [], {column: [] for column in [*columns, "completion_ids"]})
     except TypeError as error:
+        _check_types(function, options)
         raise UserError(f"an option has the wrong type: {error}") from error
+    _check_types(function, options)
     return bound
+
+
+def _check_types(function: Callable[..., Any], options: dict[str, Any]) -> None:
+    from pydantic import TypeAdapter, ValidationError
+
+    annotations, hints = inspect.get_annotations(function), get_type_hints(function)
+    for option, value in options.items():
+        try:
+            TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError:
+            raise UserError(f"option `{option}` is {value!r:.60}, expected {annotations[option]}") from None
 
 
 def _call(

@@ -28,6 +28,7 @@ def test_values_are_yaml_and_paths_reach_lists_mappings_and_null_sections(load):
         ("train.steps", "train.steps: an override is key.path=value"),
         ("train.steps=[", "train.steps=[: "),
         ("train.steps.x=3", "train.steps.x=3: train.steps = 3 has no keys below it; override train.steps itself"),
+        ("reward.functions.0.options.prompts=2", "is an argument of every reward function; rename the option"),
         ("reward.functions.1.weight=2", "reward.functions.1.weight=2: reward.functions is a list"),
         ("quant.ignore.0=x", "quant.ignore.0=x: the file gives no list quant.ignore; give the whole list"),
         ("reward.functions.0000.weight=2", "valid indices are 0 to 0"),
