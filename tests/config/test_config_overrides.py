@@ -42,7 +42,7 @@ def test_values_are_yaml_and_paths_reach_lists_mappings_and_null_sections(load):
         ("data\n.source=x", "its path contains characters that no key has"),
         ("optim={lr: 1, lr: 2}", "lr: line 1: the key is already in line 1"),
     ],
-    ids=range(15),
+    ids=range(16),
 )
 def test_an_override_that_cannot_be_applied_is_refused_on_one_line(load, override, message):
     with pytest.raises(UserError) as caught:
