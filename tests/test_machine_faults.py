@@ -76,12 +76,7 @@ def test_a_defect_stays_one(error):
 
 # --- commands
 
-COMMANDS = {
-    "check": ["c.yaml"],
-    "train": ["c.yaml"],
-    "train on ranks": ["c.yaml", "--nproc", "2"],
-    "export": ["run"],
-}
+COMMANDS = {"check": ["c.yaml"], "train": ["c.yaml"], "train on ranks": ["c.yaml", "--nproc", "2"], "export": ["run"]}
 CWD_GONE = "import os; os.rmdir(os.getcwd())\n"
 FEW_FILES = """
 import os, resource

@@ -24,16 +24,7 @@ import torch
 import triton
 from harness import command_line, count
 from kernel_bench.measure import Late, Stopwatch
-from kernel_bench.tuned import (
-    BACKWARD_TOKENS,
-    PRODUCTS,
-    ROWS,
-    TOKENS,
-    GroupedProblem,
-    Problem,
-    dump_tile,
-    format_table,
-)
+from kernel_bench.tuned import BACKWARD_TOKENS, PRODUCTS, ROWS, TOKENS, GroupedProblem, Problem, dump_tile, format_table
 from model_sizes import MIXTURES, SHAPES, linears
 from qarl_kernels.ahead import compile_ahead
 from qarl_kernels.launch import device_name

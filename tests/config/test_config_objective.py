@@ -146,11 +146,7 @@ def test_the_ratio_is_the_given_one_or_that_of_the_preset_or_train(load, overrid
 
 @pytest.mark.parametrize(
     ("overrides", "min_p"),
-    [
-        ([], 0.0),
-        (["objective.dvp_rho=2.26e-6"], 2.26e-6),
-        (["objective.dvp_rho=0.01", "rollout.min_p=0.01"], 0.01),
-    ],
+    [([], 0.0), (["objective.dvp_rho=2.26e-6"], 2.26e-6), (["objective.dvp_rho=0.01", "rollout.min_p=0.01"], 0.01)],
 )
 def test_min_p_is_that_of_vocabulary_pruning_or_the_rollout_s(load, overrides, min_p):
     assert load(*overrides).min_p == min_p

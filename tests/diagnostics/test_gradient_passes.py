@@ -53,10 +53,7 @@ def test_the_four_gradients_are_those_of_four_losses(llama):
     assert float(gram[0, 0]) != float(gram[1, 1]) != float(gram[2, 2])
 
 
-BANDS = {
-    "clips some": Band("token", 1.1, 0.9),
-    "clips responses": Band("sequence", 1.01, 0.99, 1.05),
-}
+BANDS = {"clips some": Band("token", 1.1, 0.9), "clips responses": Band("sequence", 1.01, 0.99, 1.05)}
 
 
 @pytest.mark.parametrize("band", BANDS.values(), ids=BANDS)

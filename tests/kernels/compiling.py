@@ -212,11 +212,7 @@ class Compiler:
         self._made: dict[tuple[str, tuple[tuple[int, int], ...]], list[Compiled]] = {}
 
     def compile(
-        self,
-        case: str,
-        cache: Path,
-        capabilities: Sequence[tuple[int, int]],
-        processes: int = 2,
+        self, case: str, cache: Path, capabilities: Sequence[tuple[int, int]], processes: int = 2
     ) -> list[Compiled]:
         """Compile what the generator of `case` launches, once.
 

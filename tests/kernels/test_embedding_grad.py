@@ -13,8 +13,7 @@ VOCABULARY = 23
 
 
 @pytest.mark.parametrize(
-    ("shape", "padding_id", "dtype"),
-    pairwise([(0, 8), (50, 33), (601, 96)], [-1, 7], [torch.bfloat16, torch.float16]),
+    ("shape", "padding_id", "dtype"), pairwise([(0, 8), (50, 33), (601, 96)], [-1, 7], [torch.bfloat16, torch.float16])
 )
 def test_every_token_gets_the_sum_of_its_rows(
     shape: tuple[int, int], padding_id: int, dtype: torch.dtype, device: torch.device

@@ -79,8 +79,7 @@ class Paged:
 
 
 @pytest.mark.parametrize(
-    ("page", "axis", "window", "held"),
-    [(16, 2, None, None), (64, 1, 70, None), (128, 1, 70, torch.float8_e4m3fn)],
+    ("page", "axis", "window", "held"), [(16, 2, None, None), (64, 1, 70, None), (128, 1, 70, torch.float8_e4m3fn)]
 )
 def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
     paged = Paged(2, 1, 64, page, device, axis, held=held)
@@ -116,8 +115,7 @@ def test_decode_of_grouped_heads(device, heads, kv_heads, dim, dtype, held) -> N
 
 
 @pytest.mark.parametrize(  # one program a sequence; two for four chunks; one a chunk
-    ("programs", "window", "held"),
-    [(0, None, None), (8, 70, None), (528, 70, torch.float8_e4m3fn)],
+    ("programs", "window", "held"), [(0, None, None), (8, 70, None), (528, 70, torch.float8_e4m3fn)]
 )
 def test_decode_from_tables_on_the_device(device, monkeypatch, programs, window, held) -> None:
     monkeypatch.setattr(decode, "PROGRAMS", programs)

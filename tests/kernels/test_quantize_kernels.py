@@ -62,10 +62,7 @@ def _rows_apart(n: int, k: int, device: torch.device) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
-@pytest.mark.parametrize(
-    ("n", "k", "group"),
-    [(1, 32, 32), (37, 96, 32), (3, 4224, 128), (9, 1, -1), (3, 1030, -1)],
-)
+@pytest.mark.parametrize(("n", "k", "group"), [(1, 32, 32), (37, 96, 32), (3, 4224, 128), (9, 1, -1), (3, 1030, -1)])
 def test_int4_of_ragged_shapes(n, k, group, symmetric, device):
     _assert_int4_is_the_reference(_rows_apart(n, k, device), make_scheme("w4a16", group, symmetric), device)
 

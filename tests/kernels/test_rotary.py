@@ -181,8 +181,7 @@ def _cache(pages: int, heads: int, page: int, dim: int, device: torch.device, ap
 
 
 @pytest.mark.parametrize(
-    ("shape", "page", "apart", "norms"),
-    [(s, (16, 64)[i % 2], i % 3 == 0, i % 4 < 2) for i, s in enumerate(PAGED)],
+    ("shape", "page", "apart", "norms"), [(s, (16, 64)[i % 2], i % 3 == 0, i % 4 < 2) for i, s in enumerate(PAGED)]
 )
 def test_queries_keys_and_values_are_those_of_the_rotation(monkeypatch, device, shape, page, apart, norms) -> None:
     dtype = torch.float16 if shape[0] == 5 else torch.bfloat16

@@ -4,12 +4,7 @@ import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
-from qarl_formats.compressed import (
-    from_state_dict,
-    parse_quantization_config,
-    quantization_config,
-    to_state_dict,
-)
+from qarl_formats.compressed import from_state_dict, parse_quantization_config, quantization_config, to_state_dict
 from qarl_formats.registry import make_scheme
 from qarl_formats.weight import quantize_weight
 

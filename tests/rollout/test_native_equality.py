@@ -26,10 +26,7 @@ LAYOUTS = [
     {"max_num_seqs": 1},
     {"kv_cache_tokens": 256, "max_batched_tokens": 64},
 ]
-TRUNCATIONS = [
-    Truncation(temperature=0.7),
-    Truncation(0.9, 40, 0.9, 0.02),
-]
+TRUNCATIONS = [Truncation(temperature=0.7), Truncation(0.9, 40, 0.9, 0.02)]
 SAMPLING = SamplingParams(n=2, seed=3, max_response_length=8, stop_token_ids=frozenset({1}))
 
 

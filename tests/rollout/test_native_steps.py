@@ -84,9 +84,7 @@ def test_random_batches_sample_what_each_response_samples_alone(make, seed: int)
 
 
 @pytest.mark.parametrize(
-    "truncation",
-    [Truncation(0.0), Truncation(0.7, top_k=9, min_p=0.1), Truncation(1.3, top_p=0.5)],
-    ids=str,
+    "truncation", [Truncation(0.0), Truncation(0.7, top_k=9, min_p=0.1), Truncation(1.3, top_p=0.5)], ids=str
 )
 def test_every_truncation_draws_from_its_distribution(make, truncation: Truncation) -> None:
     engine = make(max_num_seqs=5)

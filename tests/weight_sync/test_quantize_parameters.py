@@ -21,10 +21,7 @@ SHAPES = {
     "model.nothing.weight": (0, 4),
 }
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-runs_kernels = pytest.mark.skipif(
-    not INTERPRETED and DEVICE.type == "cpu",
-    reason="needs a GPU or TRITON_INTERPRET=1",
-)
+runs_kernels = pytest.mark.skipif(not INTERPRETED and DEVICE.type == "cpu", reason="needs a GPU or TRITON_INTERPRET=1")
 KERNELS = [False, pytest.param(True, marks=runs_kernels)]
 
 

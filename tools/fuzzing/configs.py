@@ -12,15 +12,7 @@ from config_reference import alternatives, inlined
 from fuzzing.base import SHIPPED, config, lay_out
 from fuzzing.case import Case
 from fuzzing.damage import damage_yaml, edit_record
-from fuzzing.values import (
-    chance,
-    json_values,
-    listed,
-    pick,
-    position,
-    shown,
-    yaml_values,
-)
+from fuzzing.values import chance, json_values, listed, pick, position, shown, yaml_values
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
