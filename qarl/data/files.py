@@ -94,11 +94,13 @@ def _same_keys(rows: list[Row], place: Path) -> list[Row]:
 
 
 def _read_json(path: Path) -> list[Row]:
+    """Read a list of objects, or one object per line."""
     try:
         value = parse_json(read_text(path, FILE_BYTES), str(path), big_integers=True, nonfinite=True)
     except Unreadable as error:
-        hint = "; one object a line is .jsonl" if "Extra data" in error.reason else ""
-        raise UserError(f"data.source: {visible(str(error))}{hint}") from error
+        if "Extra data" in error.reason:  # one object per line, as `Dataset.to_json` writes
+            return _read_jsonl(path)
+        raise UserError(f"data.source: {visible(str(error))}") from error
     if not isinstance(value, list):
         raise UserError(f"data.source: {path}: holds {json_kind(value)}, expected a list of objects")
     for index, row in enumerate(value):

@@ -37,6 +37,8 @@ def test_rows_keep_nested_values_and_types(tmp_path):
     write(tmp_path / "rows.jsonl", f"{lines}\n  \n")  # blank lines are skipped
     write(tmp_path / "rows.json", json.dumps(ROWS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    write(tmp_path / "lines.json", lines)  # as `Dataset.to_json` writes
+    assert load(tmp_path / "lines.json") == ROWS
     for kind in ("json", "jsonl", "parquet"):
         assert load(tmp_path / f"rows.{kind}") == ROWS
         assert load(tmp_path / f"rows.{kind}", max_rows=1) == ROWS[:1]
