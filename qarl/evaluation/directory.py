@@ -29,7 +29,7 @@ LEFT_BY_A_START = (".lock", "rewards.log")  # left by an evaluation that was kil
 
 
 class ResultsDirectory:
-    """The `Sink` of a resumable evaluation. A context manager that locks the directory for this process.
+    """Completions of a resumable evaluation. A context manager that locks the directory for this process.
 
     `close` removes a directory that `open` created if no evaluation called `begin`.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qarl.config import EvaluationConfig, RewardConfig
+from qarl.config import EvaluationConfig
 from qarl.config.quant import OF_TRAINING
 from qarl.errors import memory_errors
 from qarl.evaluation.directory import PLACE, ResultsDirectory
@@ -82,7 +82,7 @@ def evaluate_target(
         require_room(tasks, settings.max_response_length, room, "the context", key)
         identity = _identity(target, tokenizer, tasks, settings)
         path = out or _default_directory(target, tasks, identity)
-        limits = target.run.reward if target.run else RewardConfig(functions=tasks[0].functions)
+        limits = target.run.reward if target.run else None
         with ResultsDirectory.open(path, identity) as directory, rewards_logged(path / "rewards.log"):
             with console.phase("reward workers"):
                 rewards = TaskRewards(tasks, limits, path / "rewards.log")
@@ -109,7 +109,14 @@ def evaluate_target(
                         console.message(f"resuming from {len(directory.rows)} completions in {path}")
                     try:
                         summary = evaluate(
-                            opened.engine, opened.policy.version, tasks, settings, rewards, directory, console.phase
+                            opened.engine,
+                            opened.policy.version,
+                            tasks,
+                            settings,
+                            rewards,
+                            directory.rows,
+                            directory.append,
+                            console.phase,
                         )
                     except KeyboardInterrupt:
                         console.message(

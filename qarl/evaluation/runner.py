@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from qarl_kernels.logprob import Truncation
 
@@ -78,36 +78,19 @@ class Settings:
         }
 
 
-class Sink(Protocol):
-    """Destination of finished completions. rows: all completions so far, including those of earlier starts."""
-
-    rows: list[Row]
-
-    def append(self, rows: list[Row]) -> None: ...
-
-
-class MemorySink:
-    """Keeps completions in memory."""
-
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-
-    def append(self, rows: list[Row]) -> None:
-        self.rows += rows
-
-
 def evaluate(
     engine: Generates,
     version: int,
     tasks: Sequence[LoadedTask],
     settings: Settings,
     rewards: TaskRewards,
-    sink: Sink,
+    rows: list[Row],
+    save: Callable[[list[Row]], None],
     phase: Phase,
     check: Callable[[], None] = lambda: None,
     ranks: int = 1,
 ) -> dict[str, Any]:
-    """Generate and score the completions that `sink` does not have yet.
+    """Generate and score the completions that `rows` does not have yet.
 
     A token depends only on the policy and on (seed, task, prompt, sample, position). Therefore batching and
     interruptions do not change results.
@@ -118,25 +101,26 @@ def evaluate(
         tasks: The tasks.
         settings: Sampling and scoring settings.
         rewards: Reward functions of the tasks.
-        sink: Destination of the completions.
+        rows: All completions so far, including those of earlier starts.
+        save: Called with the completions of each finished batch; appends them to `rows`.
         phase: Called with (name, number of responses); shows progress.
-        check: Called between forwards. An exception from it ends the evaluation; finished batches stay in the sink.
+        check: Called between forwards. An exception from it ends the evaluation; finished batches stay in `rows`.
         ranks: Number of ranks that `engine` generates on.
 
     Returns:
         `summarise` of all completions.
 
     Raises:
-        UserError: The sink holds completions of other prompts.
+        UserError: `rows` has completions of other prompts.
     """
     asked = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
-    for row in sink.rows:
+    for row in rows:
         if asked.get((row["task"], row["prompt_id"])) != row["prompt"]:
             raise UserError(
                 f"--out: its completions.jsonl holds a completion for prompt {row['prompt_id']} of task "
                 f"{row['task']!r}, which is not part of this evaluation; choose another --out"
             )
-    done = {(row["task"], row["prompt_id"]) for row in sink.rows}
+    done = {(row["task"], row["prompt_id"]) for row in rows}
     for task in tasks:
         left = [prompt for prompt in task.prompts if (task.name, prompt.id) not in done]
         if not left:
@@ -147,8 +131,8 @@ def evaluate(
                 prompts = left[start : start + size]
                 rollouts = engine.generate(prompts, settings.sampling(task.name), version, _progress(advance, check))
                 check()
-                sink.append(_rows(task, prompts, rollouts, rewards, settings))
-    return summarise([task.name for task in tasks], sink.rows, settings.samples, settings.pass_at)
+                save(_rows(task, prompts, rollouts, rewards, settings))
+    return summarise([task.name for task in tasks], rows, settings.samples, settings.pass_at)
 
 
 def _progress(advance: Callable[..., None], check: Callable[[], None]) -> Callable[[int, int], None]:

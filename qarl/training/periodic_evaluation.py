@@ -25,7 +25,7 @@ from qarl.distributed.together import on_first
 from qarl.errors import UserError
 from qarl.evaluation.records import append_rows, keep_rows, read_rows, to_line
 from qarl.evaluation.results import Row, metrics_of
-from qarl.evaluation.runner import MemorySink, Settings, evaluate
+from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_room
 from qarl.report.formatting import interval
 from qarl.rollout.engine import Generates, RolloutEngine, SamplingParams
@@ -187,7 +187,7 @@ class TrainingEvaluation:
         if ranks.gather(recorded)[0]:
             return
         check()
-        sink = MemorySink()
+        rows: list[Row] = []
         generator: Generates = engine
         if ranks.count > 1:
             rollout = self._config.rollout
@@ -201,7 +201,8 @@ class TrainingEvaluation:
                 self._tasks,
                 self._settings,
                 self._rewards,
-                sink,
+                rows,
+                rows.extend,
                 console.phase,
                 check,
                 ranks.count,
@@ -213,7 +214,7 @@ class TrainingEvaluation:
         tasks = {task.name: task.fingerprint for task in self._tasks}
         record = {"step": step, **summary, "time/eval_s": seconds, "fingerprint": fingerprint}
         record["task_fingerprints"] = tasks
-        on_first(ranks, lambda: self._write(step, sink.rows, record))
+        on_first(ranks, lambda: self._write(step, rows, record))
         track(step, metrics_of(summary) | {"time/eval_s": seconds})
         for entry in summary["tasks"]:
             value = interval(**entry["avg"])

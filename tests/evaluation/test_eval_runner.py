@@ -13,7 +13,7 @@ from qarl.errors import UserError
 from qarl.evaluation import runner
 from qarl.evaluation.directory import ResultsDirectory
 from qarl.evaluation.results import metrics_of
-from qarl.evaluation.runner import MemorySink, Settings, evaluate
+from qarl.evaluation.runner import Settings, evaluate
 from qarl.evaluation.tasks import TaskRewards, load_tasks
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
@@ -43,14 +43,16 @@ class Bench:
         config = EvaluationConfig(**{"samples": 2, "max_response_length": 6, **values})
         return Settings.of(config, 0, (), self.opened.sampling(1, 1, None).stop_token_ids)
 
-    def run(self, sink, settings=None, tasks=None, check=lambda: None):
+    def run(self, done, settings=None, tasks=None, check=lambda: None):
+        rows, save = (done, done.extend) if isinstance(done, list) else (done.rows, done.append)
         return evaluate(
             self.opened.engine,
             self.opened.policy.version,
             tasks or self.tasks,
             settings or self.settings(),
             self.rewards,
-            sink,
+            rows,
+            save,
             silent,
             check,
         )
@@ -66,8 +68,8 @@ def bench(tiny_model):
 
 @pytest.fixture(scope="module")
 def whole(bench):
-    sink = MemorySink()
-    return bench.run(sink), sink.rows
+    rows = []
+    return bench.run(rows), rows
 
 
 def test_every_prompt_has_its_samples_in_order_and_the_summary_counts_them(whole):
@@ -87,14 +89,14 @@ def test_every_prompt_has_its_samples_in_order_and_the_summary_counts_them(whole
 
 def test_results_do_not_depend_on_batches(bench, whole, monkeypatch):
     monkeypatch.setattr(runner, "BATCH_RESPONSES", 4)
-    sink = MemorySink()
-    assert bench.run(sink) == whole[0] and sink.rows == whole[1]
+    rows = []
+    assert bench.run(rows) == whole[0] and rows == whole[1]
 
 
 def test_results_of_a_task_do_not_depend_on_the_other_tasks(bench, whole):
-    sink = MemorySink()
-    bench.run(sink, tasks=bench.tasks[1:])
-    assert sink.rows == [r for r in whole[1] if r["task"] == "five"]
+    rows = []
+    bench.run(rows, tasks=bench.tasks[1:])
+    assert rows == [r for r in whole[1] if r["task"] == "five"]
 
 
 def test_tasks_draw_from_streams_of_their_own_apart_from_trainings(bench):
@@ -103,10 +105,10 @@ def test_tasks_draw_from_streams_of_their_own_apart_from_trainings(bench):
 
 
 def test_a_completion_is_correct_from_the_threshold_on(bench, whole):
-    sink = MemorySink()
-    bench.run(sink, bench.settings(correct_threshold=0.0))
-    assert all(r["correct"] for r in sink.rows)
-    assert [r["completion"] for r in sink.rows] == [r["completion"] for r in whole[1]]
+    rows = []
+    bench.run(rows, bench.settings(correct_threshold=0.0))
+    assert all(r["correct"] for r in rows)
+    assert [r["completion"] for r in rows] == [r["completion"] for r in whole[1]]
 
 
 @contextmanager

@@ -35,15 +35,13 @@ IN_EVALUATION = """
 import os, signal
 import qarl.training.periodic_evaluation as training
 real, calls = training.evaluate, []
-def evaluate(engine, version, tasks, settings, rewards, sink, phase, check, ranks):
+def evaluate(engine, version, tasks, settings, rewards, rows, save, phase, check, ranks):
     calls.append(1)
-    if len(calls) == N:
-        append = sink.append
-        def stop(rows):
-            append(rows)
-            os.kill(os.getpid(), signal.SIGNAL)
-        sink.append = stop
-    return real(engine, version, tasks, settings, rewards, sink, phase, check, ranks)
+    def stop(new):
+        save(new)
+        os.kill(os.getpid(), signal.SIGNAL)
+    chosen = stop if len(calls) == N else save
+    return real(engine, version, tasks, settings, rewards, rows, chosen, phase, check, ranks)
 training.evaluate = evaluate
 """
 
