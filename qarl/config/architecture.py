@@ -117,11 +117,8 @@ class Architecture:
         return [
             LinearShape(f"model.layers.{layer}.{name}", n, k)
             for layer in range(self.num_layers)
-            for name, n, k in self._layer_linears(layer)
+            for name, n, k in self._attention_linears() + self._mlp_linears(layer)
         ]
-
-    def _layer_linears(self, layer: int) -> list[tuple[str, int, int]]:
-        return self._attention_linears() + self._mlp_linears(layer)
 
     def _mlp_linears(self, layer: int) -> list[tuple[str, int, int]]:
         hidden, inner, mixture = self.hidden_size, self.intermediate_size, self.mixture

@@ -11,8 +11,8 @@ from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 
 from qarl.errors import UserError
-from qarl.inference.generate import check_seed, check_truncation
-from qarl.inputs.limits import SEQUENCES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS
+from qarl.inference.generate import check_sampling
+from qarl.inputs.limits import SEQUENCES, TOKENS
 from qarl.rollout.engine import SamplingParams
 from qarl.types import Prompt
 
@@ -50,11 +50,7 @@ class Request:
                 raise UserError(f"{name}: {value} is not a number of tokens; give {least} to {TOKENS:,}")
         if self.sequences is not None and not 1 <= self.sequences <= SEQUENCES:
             raise UserError(f"--sequences: {self.sequences} is not a number of sequences; give 1 to {SEQUENCES:,}")
-        if not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # also rejects NaN
-            valid = f"give {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
-            raise UserError(f"--temperature: {self.temperature} is not a temperature; {valid}")
-        check_truncation(self.top_k, self.top_p, self.min_p)
-        check_seed(self.seed)
+        check_sampling(self.truncation, self.seed, greedy=False)
 
     @property
     def truncation(self) -> Truncation:

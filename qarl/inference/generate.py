@@ -58,18 +58,14 @@ class Look:
 
     def check(self) -> None:
         """Raise UserError for values out of range."""
-        if self.temperature != 0 and not SMALLEST_TEMPERATURE <= self.temperature <= TEMPERATURE:  # false for NaN
-            valid = f"give 0 (greedy) or {SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
-            raise UserError(f"--temperature: {self.temperature} is not a temperature; {valid}")
+        check_sampling(self.truncation, self.seed, greedy=True)
         if not 1 <= self.n <= SAMPLES:
             raise UserError(f"--n: {self.n} is not a number of samples; give 1 to {SAMPLES:,}")
         if not 1 <= self.max_new_tokens <= TOKENS:
             raise UserError(f"--max-new-tokens: {self.max_new_tokens} is not a length; give 1 to {TOKENS:,}")
-        check_seed(self.seed)
         if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
             raise UserError(f"--stop: must be at most {ITEMS:,} texts of 1 to {NAME:,} characters")
         template_arguments(self.template_kwargs or {}, TEMPLATE_OPTION)
-        check_truncation(self.top_k, self.top_p, self.min_p)
         if self.temperature == 0 and self.n > 1:
             raise UserError(f"--n: {self.n} samples at temperature 0 are all the same; set --temperature, such as 1")
         for name, value, off in (("top-k", self.top_k, 0), ("top-p", self.top_p, 1), ("min-p", self.min_p, 0)):
@@ -229,17 +225,17 @@ def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str],
     return prompts
 
 
-def check_seed(seed: int) -> None:
-    """Raise UserError for a value out of range."""
+def check_sampling(shape: Truncation, seed: int, greedy: bool) -> None:
+    """Raise UserError, naming the option, for values out of range. greedy: Whether temperature 0 is allowed."""
+    temperature = shape.temperature
+    if not (greedy and shape.greedy) and not SMALLEST_TEMPERATURE <= temperature <= TEMPERATURE:  # also rejects NaN
+        valid = f"{'0 (greedy) or ' if greedy else ''}{SMALLEST_TEMPERATURE:g} to {TEMPERATURE:g}"
+        raise UserError(f"--temperature: {temperature} is not a temperature; give {valid}")
+    if not 0 <= shape.top_k <= VOCABULARY:
+        raise UserError(f"--top-k: {shape.top_k} is not a number of tokens; give 0 (off) to {VOCABULARY:,}")
+    if not 0 < shape.top_p <= 1:
+        raise UserError(f"--top-p: {shape.top_p} is not a probability above 0; give at most 1 (off)")
+    if not 0 <= shape.min_p < 1:
+        raise UserError(f"--min-p: {shape.min_p} is not a fraction below 1; give 0 (off) or more")
     if not 0 <= seed < 2**31:
         raise UserError(f"--seed: {seed} is not a seed; give 0 to {2**31 - 1:,}")
-
-
-def check_truncation(top_k: int, top_p: float, min_p: float) -> None:
-    """Raise UserError, naming the option, for values out of range."""
-    if not 0 <= top_k <= VOCABULARY:
-        raise UserError(f"--top-k: {top_k} is not a number of tokens; give 0 (off) to {VOCABULARY:,}")
-    if not 0 < top_p <= 1:
-        raise UserError(f"--top-p: {top_p} is not a probability above 0; give at most 1 (off)")
-    if not 0 <= min_p < 1:
-        raise UserError(f"--min-p: {min_p} is not a fraction below 1; give 0 (off) or more")
