@@ -60,6 +60,7 @@ SECTIONS = ("model", "quant", "rollout", "objective", "correction", "optim", "tr
 FURTHER = ("reward/mean", "mismatch/delta_abs_mean", "error_tokens/frac", "time/step_s")  # of the further sizes
 RESAMPLES = 10_000
 TRAILING = 5  # steps per point of the training reward
+START, FINAL = slice(0, 1), slice(-1, None)  # of a record's evaluations
 BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
@@ -201,16 +202,16 @@ def show_missing(options: argparse.Namespace) -> None:
                 print(f"{arm:20}  lr {rate:g}  seeds {', '.join(left)}")
 
 
-def prompt_means(records: Sequence[Row], index: int) -> list[float]:
-    """Share of right answers per test prompt over samples and seeds. index: which evaluation, such as -1."""
-    columns = zip(*(record["evaluations"][index]["correct"] for record in records), strict=True)
+def prompt_means(records: Sequence[Row], part: slice) -> list[float]:
+    """Share of right answers per test prompt over samples, seeds and evaluations. part: which evaluations."""
+    columns = zip(*(found["correct"] for record in records for found in record["evaluations"][part]), strict=True)
     return [sum(column) / len(column) / records[0]["samples"] for column in columns]
 
 
-def accuracy(records: Sequence[Row], index: int) -> tuple[float, float, float]:
+def accuracy(records: Sequence[Row], part: slice) -> tuple[float, float, float]:
     """Mean over prompts and seeds with its interval: over prompts, or over three or more seeds if that is wider."""
-    found = mean_over_prompts(prompt_means(records, index), records[0]["samples"] * len(records))
-    low, high = widened(found.low, found.high, [statistics.fmean(prompt_means([record], index)) for record in records])
+    found = mean_over_prompts(prompt_means(records, part), records[0]["samples"] * len(records))
+    low, high = widened(found.low, found.high, [statistics.fmean(prompt_means([record], part)) for record in records])
     return found.mean, max(0.0, low), min(1.0, high)
 
 
@@ -222,10 +223,10 @@ def widened(low: float, high: float, seeds: Sequence[float]) -> tuple[float, flo
     return low, high
 
 
-def difference(records: Sequence[Row], others: Sequence[Row]) -> tuple[float, float, float] | None:
-    """Return final accuracy minus that of the others, on the seeds that both have, with its interval.
+def difference(records: Sequence[Row], others: Sequence[Row], part: slice) -> tuple[float, float, float] | None:
+    """Return accuracy minus that of the others in a part of the evaluations, on the seeds that both have.
 
-    The interval is that of a paired bootstrap over prompts, or Student's t over three or more seeds if that is wider.
+    Its interval is that of a paired bootstrap over prompts, or Student's t over three or more seeds if that is wider.
     None: the two have no seed in common.
     """
     import numpy as np
@@ -234,7 +235,7 @@ def difference(records: Sequence[Row], others: Sequence[Row]) -> tuple[float, fl
     seeds = sorted(by_seed[0].keys() & by_seed[1].keys())
     if not seeds:
         return None
-    ours, theirs = (np.array([prompt_means([found[seed]], -1) for seed in seeds]) for found in by_seed)
+    ours, theirs = (np.array([prompt_means([found[seed]], part) for seed in seeds]) for found in by_seed)
     gaps = ours - theirs  # one row per seed, one column per prompt
     means = gaps.mean(0)
     draws = np.random.default_rng(0).integers(len(means), size=(RESAMPLES, len(means)))
@@ -267,24 +268,28 @@ def percent(found: tuple[float, float, float] | None, sign: str = "") -> str:
 
 
 def results(groups: dict[Key, list[Row]], reference: list[Row] | None, metrics: Sequence[str] = ()) -> str:
-    """Markdown: accuracy before and after, the difference from `reference`, and the given metrics of CURVES."""
+    """Markdown: accuracies, their differences from `reference`, and the given metrics of CURVES.
+
+    The second half is the mean over the evaluations after more than half of the steps, with less noise than the end.
+    """
     rows = []
     for (arm, lr), records in groups.items():
-        gap = percent(difference(records, reference), "+") if reference and reference is not records else ""
+        late = slice(-sum(2 * one["step"] > records[0]["steps"] for one in records[0]["evaluations"]), None)
+        found = [percent(accuracy(records, part)) for part in (START, FINAL, late)]
+        other = reference if reference and reference is not records else []
+        found += [percent(difference(records, other, part), "+") for part in (FINAL, late)]
         seeds = ", ".join(str(record["seed"]) for record in records)
-        numbers = [number(step_number(records, metric)) for metric in metrics]
-        rows.append(
-            [arm, f"{lr:g}", seeds, percent(accuracy(records, 0)), percent(accuracy(records, -1)), gap, *numbers]
-        )
-    against = f"end, against {reference[0]['arm']}" if reference else "end, against"
-    return markdown(["arm", "lr", "seeds", "start, %", "end, %", against, *(CURVES[m][1] for m in metrics)], rows)
+        rows.append([arm, f"{lr:g}", seeds, *found, *(number(step_number(records, metric)) for metric in metrics)])
+    against = f"against {reference[0]['arm']}" if reference else "against"
+    heads = ["arm", "lr", "seeds", "start, %", "end, %", "second half, %", f"end, {against}", f"second half, {against}"]
+    return markdown([*heads, *(CURVES[metric][1] for metric in metrics)], rows)
 
 
 def tables(groups: dict[Key, list[Row]]) -> list[str]:
     """Markdown: accuracy by family, measurements of the steps. groups: records by arm and learning rate."""
     families, measured = [], []
     for (arm, lr), records in groups.items():
-        values, names = prompt_means(records, -1), records[0]["families"]
+        values, names = prompt_means(records, FINAL), records[0]["families"]
         means = {name: statistics.fmean(v for v, n in zip(values, names, strict=True) if n == name) for name in names}
         families.append([arm, f"{lr:g}", *(f"{100 * means[name]:.1f}" for name in sorted(means))])
         measured.append([arm, f"{lr:g}", *(number(step_number(records, metric)) for metric in CURVES)])
@@ -312,7 +317,7 @@ def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
     served, reward, mismatch, errors, bars = [], [], [], [], []
     for arm, records in shown.items():
         steps = list(range(1, records[0]["steps"] + 1))
-        found = [accuracy(records, i) for i in range(len(records[0]["evaluations"]))]
+        found = [accuracy(records, slice(i, i + 1)) for i in range(len(records[0]["evaluations"]))]
         at = [evaluation["step"] for evaluation in records[0]["evaluations"]]
         served.append(Series(arm, at, *([100 * f[i] for f in found] for i in range(3))))
         reward.append(Series(arm, steps, trailing(steps_mean(records, "reward/mean"))))

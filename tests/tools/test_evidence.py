@@ -91,8 +91,8 @@ def test_records_and_figures(root):
     assert all(f"](images/{name})" in page for name in pictures)
     rows = [line for line in page.splitlines() if line.startswith("| ")]
     # Three seeds: 25, 50 and 75 %, whose t interval is wider than [0, 1].
-    assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] |  |" in rows
-    wilson = evidence.accuracy([json.loads((root / evidence.RECORDS / names[4]).read_text())], -1)
+    assert "| good | 1e-05 | 0, 1, 2 | 0.0 [0.0, 32.4] | 50.0 [0.0, 100.0] | 50.0 [0.0, 100.0] |  |  |" in rows
+    wilson = evidence.accuracy([json.loads((root / evidence.RECORDS / names[4]).read_text())], evidence.FINAL)
     assert wilson[0] == 0.25 and 0.05 < wilson[1] < 0.1 and 0.5 < wilson[2] < 0.65
     assert "| -50.0 [" in next(row for row in rows if row.startswith("| poor | 3e-05 | 0 |"))
     assert "| good | 1e-05 | 50.0 | 50.0 |" in further  # by family
@@ -131,12 +131,18 @@ def test_curves_average_over_seeds_and_arms_are_compared_on_the_seeds_that_both_
     assert reward.y[:2] == [pytest.approx(0.05), pytest.approx(0.075)]  # of one and of two steps, 0.05 more each
     good, poor = groups["good", 1e-5], groups["poor", 3e-5]
     # On seed 0 alone, which both have: better in 4 of 8 prompts.
-    gap, low, high = evidence.difference(good, poor)
+    gap, low, high = evidence.difference(good, poor, evidence.FINAL)
     assert gap == pytest.approx(0.5) and 0 < low < gap < high
-    assert evidence.difference(good[1:], poor) is None
+    assert evidence.difference(good[1:], poor, evidence.FINAL) is None
     # Three seeds at +75, +50 and +25 points: Student's t, 50 +- 4.303 * 25 / sqrt(3), is wider than the bootstrap.
     nothing = [record | {"evaluations": record["evaluations"][:1]} for record in good]
-    assert evidence.difference(good, nothing) == pytest.approx((0.5, -0.1211, 1.1211), abs=1e-3)
+    assert evidence.difference(good, nothing, evidence.FINAL) == pytest.approx((0.5, -0.1211, 1.1211), abs=1e-3)
+    # 75 % at the end and 0 % after 5 of 8 steps; step 4 is no part of the second half.
+    start, end = good[0]["evaluations"]
+    found = [start, end | {"step": 4}, start | {"step": 5}, end]
+    assert "| 75.0 [40.9, 92.9] | 37.5 [" in evidence.results(
+        {("good", 1e-5): [good[0] | {"evaluations": found}]}, None
+    )
 
 
 def test_the_ladder_shows_right_answers_by_family_and_level(root, capsys):
