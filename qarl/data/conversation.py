@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qarl.config.data import template_argument_faults
 from qarl.data.rendering import LimitExceeded, Refused, limited
 from qarl.errors import UserError
 from qarl.utils.text import visible
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 Conversation = tuple[list[Message], int]
 """Messages, and the index from which the assistant's turns are trained on."""
-Tools = list[Any] | None
-"""Tool definitions (JSON schemas) of a conversation."""
+Arguments = dict[str, Any]
+"""Arguments of the chat template for one conversation, such as `tools`."""
 T = TypeVar("T")
 
 
@@ -61,22 +62,33 @@ def plain_messages(messages: list[Message], place: str) -> list[Message]:
     return plain
 
 
-def tools_in(tools: Any, place: str, template: Any) -> Tools:
-    """Return the tool definitions in a value of the column `tools`: a list, or its JSON text as in TRL; else None.
+def row_arguments(tools: Any, kwargs: Any, place: str, template: Any) -> Arguments:
+    """Return the arguments of the chat template that a row gives in the columns `tools` and `chat_template_kwargs`.
 
-    Keys with null are dropped, see `plain_messages`. Raises UserError if the chat template does not use `tools`.
+    Both may be JSON text. Values of another type are no such arguments. Keys with null are dropped, see
+    `plain_messages`.
+
+    Raises:
+        UserError: A name cannot be an argument, or the chat template does not use `tools`.
     """
-    if isinstance(tools, str):
-        with suppress(ValueError):  # another text
-            tools = json.loads(tools)
-    if not isinstance(tools, list) or not tools or not all(isinstance(tool, dict) for tool in tools):
-        return None
-    if not re.search(r"\btools\b", str(template)):
-        raise UserError(
-            f"{place}: has tools, but the model's chat template does not use `tools`; use a model whose template does, "
-            "or rename the column"
-        )
-    return _without_null(tools)
+    tools, kwargs = _from_json(tools), _from_json(kwargs)
+    arguments: Arguments = _without_null(kwargs) if isinstance(kwargs, dict) else {}
+    for fault in template_argument_faults(arguments):
+        raise UserError(f"{place}: `{visible('.'.join(map(str, fault.key)))}` {fault.text}")
+    if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
+        if not re.search(r"\btools\b", str(template)):
+            raise UserError(
+                f"{place}: has tools, but the model's chat template does not use `tools`; use a model whose template "
+                "does, or rename the column"
+            )
+        arguments["tools"] = _without_null(tools)
+    return arguments
+
+
+def _from_json(value: Any) -> Any:
+    with suppress(TypeError, ValueError, RecursionError):  # not text, or not JSON
+        return json.loads(value)
+    return value
 
 
 def _without_null(value: Any) -> Any:
@@ -103,7 +115,10 @@ class ChatTemplate:
     remedy: str = "set data.chat_template: false"
 
     def render(
-        self, conversations: Sequence[list[Message]], places: Sequence[str], tools: Sequence[Tools] | None = None
+        self,
+        conversations: Sequence[list[Message]],
+        places: Sequence[str],
+        arguments: Sequence[Arguments] | None = None,
     ) -> list[str]:
         """Render conversations up to the position at which the response begins.
 
@@ -114,17 +129,17 @@ class ChatTemplate:
         Args:
             conversations: Lists of messages, see `plain_messages`.
             places: Prefix of error messages, per conversation.
-            tools: Tool definitions, per conversation; None: none has any.
+            arguments: Per conversation, see `row_arguments`. They take precedence over `kwargs`. None: none has any.
 
         Raises:
             UserError: The template raises, exceeds the limits of `qarl.data.rendering`, does not use one of the
                 arguments, or drops or changes the message to continue.
         """
-        tools = tools or [None] * len(conversations)
-        return self._limited(self._render, list(zip(conversations, tools, strict=True)), places)
+        items = list(zip(conversations, arguments or [{}] * len(conversations), strict=True))
+        return self._limited(self._render, items, places)
 
     def split(
-        self, conversations: Sequence[Conversation], places: Sequence[str], tools: Sequence[Tools]
+        self, conversations: Sequence[Conversation], places: Sequence[str], arguments: Sequence[Arguments]
     ) -> list[list[tuple[str, bool]]]:
         """Render whole conversations, split into pieces that are a trained assistant's turn and pieces that are not.
 
@@ -134,7 +149,7 @@ class ChatTemplate:
 
         Args:
             conversations: Each with at least one trained turn of the assistant.
-            places, tools: Per conversation, see `render`.
+            places, arguments: Per conversation, see `render`.
 
         Returns:
             Per conversation (text, whether it is a trained turn); the texts joined are the rendered conversation.
@@ -144,7 +159,7 @@ class ChatTemplate:
         """
         return [
             [(text, bool(trained)) for text, trained in json.loads(line)]
-            for line in self._limited(self._split, list(zip(conversations, tools, strict=True)), places)
+            for line in self._limited(self._split, list(zip(conversations, arguments, strict=True)), places)
         ]
 
     def _limited(self, work: Callable[[T], str], items: Sequence[T], places: Sequence[str]) -> list[str]:
@@ -163,9 +178,9 @@ class ChatTemplate:
             raise UserError(f"{places[len(texts)]}: {self.refusal}: {visible(str(error))}") from error
         return texts
 
-    def _render(self, item: tuple[list[Message], Tools]) -> str:
+    def _render(self, item: tuple[list[Message], Arguments]) -> str:
         """Render one conversation. Runs in the limited child process."""
-        messages, tools = item
+        messages, arguments = item
         final = messages[-1] if messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls") else None
         if final is not None and not final["content"].strip():
             final, messages = None, messages[:-1]
@@ -177,8 +192,7 @@ class ChatTemplate:
                     add_generation_prompt=final is None,
                     continue_final_message=final is not None,
                     strftime_now=lambda format: self.now.strftime(format),
-                    tools=tools,
-                    **self.kwargs,
+                    **{**self.kwargs, **arguments},
                 )
             )
         except ValueError as error:
@@ -192,15 +206,15 @@ class ChatTemplate:
             raise ValueError(_CHANGED)
         return _with_system(messages, text)
 
-    def _split(self, item: tuple[Conversation, Tools]) -> str:
+    def _split(self, item: tuple[Conversation, Arguments]) -> str:
         """`split` of one conversation, as JSON. Runs in the limited child process."""
-        (messages, first), tools = item
+        (messages, first), arguments = item
         turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
         pieces: list[tuple[str, bool]] = []
         done = ""
         for turn in turns:
-            before = self._whole(messages[:turn], True, tools)
-            after = self._whole(messages[: turn + 1], False, tools)
+            before = self._whole(messages[:turn], True, arguments)
+            after = self._whole(messages[: turn + 1], False, arguments)
             if not after.startswith(before):
                 if turn == turns[-1]:
                     raise ValueError(_OTHER_BEGINNING)
@@ -212,7 +226,7 @@ class ChatTemplate:
         _with_system(messages[: turns[-1] + 1], done)
         return json.dumps(pieces)
 
-    def _whole(self, messages: list[Message], opens: bool, tools: Tools) -> str:
+    def _whole(self, messages: list[Message], opens: bool, arguments: Arguments) -> str:
         """Render messages as they are. opens: followed by the generation prompt of a new turn."""
         return str(
             self.tokenizer.apply_chat_template(
@@ -220,8 +234,7 @@ class ChatTemplate:
                 tokenize=False,
                 add_generation_prompt=opens,
                 strftime_now=lambda format: self.now.strftime(format),
-                tools=tools,
-                **self.kwargs,
+                **{**self.kwargs, **arguments},
             )
         )
 

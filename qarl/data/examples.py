@@ -24,7 +24,7 @@ from qarl.data.conversation import (
     plain_messages,
     require_known_tokens,
 )
-from qarl.data.prompts import conversation_of, given_prompt, require_chat_template, require_encodable, tools_of
+from qarl.data.prompts import arguments_of, conversation_of, given_prompt, require_chat_template, require_encodable
 from qarl.data.sources import load_rows
 from qarl.data.values import Row
 from qarl.errors import UserError
@@ -177,8 +177,8 @@ def _tokenized(
                 _conversation(row, start + i, place, column, config, tokenizer.chat_template)
                 for i, (row, place) in enumerate(zip(part, at, strict=True))
             ]
-            tools = tools_of(part, at, config, tokenizer.chat_template)
-            yield from _chats(template.split(conversations, at, tools), tokenizer, stops, at)
+            arguments = arguments_of(part, at, config, tokenizer.chat_template)
+            yield from _chats(template.split(conversations, at, arguments), tokenizer, stops, at)
         elif not prompted:
             raise UserError(f"{at[0]}: `{column}` is a list of messages, which needs data.chat_template: true")
         else:

@@ -11,14 +11,14 @@ from qarl.config.data import RESERVED_COLUMNS
 from qarl.data.choices import letter_choices
 from qarl.data.columns import listed, map_columns
 from qarl.data.conversation import (
+    Arguments,
     ChatTemplate,
     Message,
-    Tools,
     encode,
     is_conversation,
     plain_messages,
     require_known_tokens,
-    tools_in,
+    row_arguments,
 )
 from qarl.data.sources import load_rows
 from qarl.data.values import Row
@@ -177,7 +177,7 @@ def _texts(
     if config.chat_template:
         conversations = [conversation_of(prompt, index, places[index], config) for index, prompt in enumerate(given)]
         template = ChatTemplate(tokenizer, config.chat_template_kwargs, now or datetime.now())
-        given = template.render(conversations, places, tools_of(rows, places, config, tokenizer.chat_template))
+        given = template.render(conversations, places, arguments_of(rows, places, config, tokenizer.chat_template))
     return [require_encodable(prompt, place) for prompt, place in zip(given, places, strict=True)]
 
 
@@ -211,11 +211,13 @@ def conversation_of(prompt: str | list[Message], index: int, place: str, config:
     return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
-def tools_of(rows: list[Row], places: list[str], config: DataConfig, template: Any) -> list[Tools]:
-    """Return the tool definitions of each row, unless `data.prompt_template` writes the column `tools` itself."""
-    if "{tools" in (config.prompt_template or ""):
-        return [None] * len(rows)
-    return [tools_in(row.get("tools"), place, template) for row, place in zip(rows, places, strict=True)]
+def arguments_of(rows: list[Row], places: list[str], config: DataConfig, template: Any) -> list[Arguments]:
+    """Return the arguments of the chat template per row, without tools if `data.prompt_template` writes them itself."""
+    named = "{tools" not in (config.prompt_template or "")
+    return [
+        row_arguments(row.get("tools") if named else None, row.get("chat_template_kwargs"), place, template)
+        for row, place in zip(rows, places, strict=True)
+    ]
 
 
 def _fill_template(row: Row, index: int, template: str) -> str:

@@ -85,6 +85,18 @@ def test_tools_of_a_row_reach_the_template(build, section, tokenizer):
         build([{"messages": TURNS, "tools": tools}], CHATML)
 
 
+def test_a_row_has_arguments_of_the_template(build, section, tokenizer):
+    row = {"prompt": "2+2?", "completion": "4", "chat_template_kwargs": {"enable_thinking": False, "other": None}}
+    for keys in {}, {"chat_template_kwargs": {"enable_thinking": True}}:
+        (example,), _ = build([row], THINKING, **keys)
+        (prompt,), _ = build_prompts(section([row], THINKING, **keys), tokenizer, 400, 200)
+        assert (
+            parts(tokenizer, example)[0].endswith("<think>\n\n</think>\n\n") and prompt.token_ids == example.token_ids
+        )
+    with pytest.raises(UserError, match=r"data: row 0: `chat_template_kwargs.messages` is set by qarl"):
+        build([row | {"chat_template_kwargs": {"messages": 1}}], THINKING)
+
+
 def test_a_turn_ends_with_its_last_stop_token(build, tokenizer):
     """The newline that the template writes after it is context, and nothing after the last turn is kept."""
     prompts, _ = build([{"messages": TURNS}], stops=[tokenizer.convert_tokens_to_ids(">")])
