@@ -138,8 +138,9 @@ def _facts(record: RunRecord) -> Facts:
         step_s = [v for v in values_of(metrics[1:] or metrics, "time/step_s") if v is not None]
         delta = [v for v in values_of(metrics, "mismatch/delta_abs_max") if v is not None]
         peak = [v for v in values_of(metrics, "memory/peak_gib") if v is not None]
+        if "reward/mean" in names_of(metrics):
+            items.append(("Reward, first quarter → last", f"{number(first)} → {number(last)}"))
         items += [
-            ("Reward, first quarter → last", f"{number(first)} → {number(last)}"),
             ("Truncated, last step", percent(values_of(metrics, "response/truncated_frac")[-1])),
             ("Largest |delta|", f"{number(max(delta))} nats" if delta else number(None)),
             ("Time in steps", seconds(sum(v or 0 for v in values_of(metrics, "time/step_s")))),
@@ -154,7 +155,7 @@ def _curves(title: str, metrics: list[dict[str, Any]], constant: list[tuple[str,
     charts, still = charts_of(GROUPS[title], metrics)
     constant += still
     blocks: list[Block] = [*charts]
-    if title == "Reward and responses":
+    if title == "Reward and responses" and "reward/mean" in names_of(metrics):
         blocks.insert(0, _reward(metrics))
     if dict(still).get("mismatch/delta_abs_max") == 0:
         blocks.insert(0, Text(f"Sampler and learner agreed bit for bit in all {len(metrics)} steps: |delta| was 0."))

@@ -36,6 +36,8 @@ def test_a_finished_run_has_its_page_and_plots_and_nothing_to_warn_of(tmp_path):
     assert warnings(run) == ""
     text = (run / "report.html").read_text()
     assert "0.1 → 0.4" in text and "some/model" in text
+    without = write_report(make_run(tmp_path / "b", [{"sft/loss": 1.0}, {"sft/loss": 0.5}]))
+    assert "first quarter" not in without.read_text() and "Reward" not in charts(without.parent)
     assert write_report(run).read_text() == text and not list(run.rglob("*.tmp"))
 
 
