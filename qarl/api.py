@@ -415,12 +415,14 @@ def generate(
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
-    from qarl.inference.generate import Look, complete, gather_texts  # torch: only once the target is known
+    from qarl.inference.generate import GenerateOptions, complete, gather_texts  # torch: only once the target is known
 
     texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
     stops = None if stop is None else tuple(stop)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, chat_template_kwargs)
-    completed = complete(found, texts, look, device, lambda line: None)
+    options = GenerateOptions(
+        chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, chat_template_kwargs
+    )
+    completed = complete(found, texts, options, device, lambda line: None)
     return [
         Completion(
             each.given,

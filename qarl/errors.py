@@ -62,7 +62,7 @@ def with_traceback(line: str, error: BaseException) -> str:
 
 
 def _explained(error: BaseException) -> str | None:
-    """What a single exception says of the machine, with a fix; None if it says nothing of it."""
+    """Explain a single exception by the state of the machine, with a fix; None if it has another cause."""
     if isinstance(error, FileNotFoundError):
         if _working_directory_is_gone():
             return "the working directory has been removed; change to one that exists, and run the same command again"
@@ -95,7 +95,7 @@ def _errno_in(text: str) -> int | None:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """`error`, and the chain of those that it was raised from."""
+    """`error` and its chain of causes."""
     seen: set[int] = set()
     cause: BaseException | None = error
     while cause is not None and id(cause) not in seen:
@@ -113,7 +113,7 @@ def _working_directory_is_gone() -> bool:
 
 
 def _full_places() -> list[Path]:
-    """The full ones of the directories that qarl and its libraries write to without being told."""
+    """Return the default directories of qarl and its libraries whose file system is full."""
     places = [os.environ.get("TMPDIR") or "/tmp", ".", os.environ.get("QARL_CACHE"), os.environ.get("HOME")]
     full = []
     for place in filter(None, places):

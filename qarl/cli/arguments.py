@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from qarl.checks.check_files import Unusable, look
+from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.messages import shown
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
@@ -76,20 +77,18 @@ def text_of(place: str) -> Callable[[str], str]:
     return parse
 
 
-def json_object(text: str | None, place: str) -> dict[str, Any] | None:
-    """Parse the JSON object given as an option; None if the option is not given.
-
-    Raises:
-        UserError: It is not a JSON object; names `place`.
-    """
+def template_object(text: str | None) -> dict[str, Any] | None:
+    """Parse the JSON object in --chat-template-kwargs; None if the option is not given. Raises UserError."""
     if text is None:
         return None
     try:
-        value = parse_json(text, place)
+        value = parse_json(text, TEMPLATE_OPTION)
     except Unreadable as error:
-        raise UserError(f'{place}: is not JSON ({error.reason}); give an object such as {{"key": true}}') from None
+        raise UserError(
+            f'{TEMPLATE_OPTION}: is not JSON ({error.reason}); give an object such as {{"key": true}}'
+        ) from None
     if not isinstance(value, dict):
-        raise UserError(f'{place}: is {json_kind(value)}; give a JSON object such as {{"key": true}}')
+        raise UserError(f'{TEMPLATE_OPTION}: is {json_kind(value)}; give a JSON object such as {{"key": true}}')
     return value
 
 

@@ -8,9 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from qarl import api
-from qarl.cli.arguments import json_object, name_of, path_of, text_of
+from qarl.cli.arguments import name_of, path_of, template_object, text_of
 from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
-from qarl.config.data import TEMPLATE_OPTION
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.messages import shown
 from qarl.errors import UserError
@@ -92,7 +91,7 @@ def evaluate(
         temperature=temperature,
         chat=chat,
         system=system,
-        chat_template_kwargs=json_object(chat_template_kwargs, TEMPLATE_OPTION),
+        chat_template_kwargs=template_object(chat_template_kwargs),
         max_response_length=max_response_length,
         max_prompts=max_prompts,
         seed=seed,

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from qarl.cli.arguments import json_object, name_of, path_of, text_of
+from qarl.cli.arguments import name_of, path_of, template_object, text_of
 from qarl.cli.options import (
     Device,
     GroupSize,
@@ -22,7 +22,6 @@ from qarl.cli.options import (
     TopP,
     VerifyDigests,
 )
-from qarl.config.data import TEMPLATE_OPTION
 from qarl.inference.target import given, resolve_target
 from qarl.inputs.limits import SAMPLES, TOKENS
 from qarl.utils.threads import wait_politely
@@ -97,17 +96,21 @@ def generate(
     """
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
-    arguments = json_object(chat_template_kwargs, TEMPLATE_OPTION)
+    arguments = template_object(chat_template_kwargs)
     wait_politely()
-    from qarl.inference.generate import Look, complete, gather_texts  # imports torch, so only once the target is known
+    from qarl.inference.generate import (
+        GenerateOptions,
+        complete,
+        gather_texts,
+    )  # imports torch, so only once the target is known
     from qarl.terminal.run_console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)
     stops = None if not stop else tuple(text for text in stop if text)
-    look = Look(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
+    options = GenerateOptions(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
     say = RunConsole("plain", stream=sys.stderr).message
     console = RunConsole("plain")
-    for number, completed in enumerate(complete(found, texts, look, device, say)):
+    for number, completed in enumerate(complete(found, texts, options, device, say)):
         if as_json:
             console.message(completed.as_json())
             continue

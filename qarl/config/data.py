@@ -38,8 +38,9 @@ def is_generator(source: str) -> bool:
     return source.startswith(("task:", "reasoning-gym:"))
 
 
-def template_argument_faults(arguments: Mapping[str, JsonValue], key: str = "chat_template_kwargs") -> Iterator[Fault]:
-    """Names that cannot be arguments of a chat template. key: The key that holds them."""
+def template_argument_faults(arguments: Mapping[str, JsonValue]) -> Iterator[Fault]:
+    """Names in `chat_template_kwargs` that cannot be arguments of a chat template."""
+    key = "chat_template_kwargs"
     for name in arguments:
         if name in RESERVED_TEMPLATE_ARGUMENTS:
             yield Fault((key, name), arguments[name], "is set by qarl or the tokenizer; leave it out")
@@ -47,13 +48,13 @@ def template_argument_faults(arguments: Mapping[str, JsonValue], key: str = "cha
             yield Fault((key, name), arguments[name], "is not the name of a template variable, such as enable_thinking")
 
 
-def template_arguments(arguments: Mapping[str, Any], option: str) -> dict[str, Any]:
-    """Validate chat template arguments from the command line. Raises UserError that names `option`."""
+def template_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Validate the arguments in --chat-template-kwargs. Raises UserError."""
     values = {"source": "task:arithmetic", "chat_template_kwargs": dict(arguments)}
     try:
         return DataConfig.model_validate(values).chat_template_kwargs
     except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: option))) from None
+        raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: TEMPLATE_OPTION))) from None
 
 
 class ChoicesConfig(Section):

@@ -100,7 +100,7 @@ def prompting(target: Target, request: Request) -> dict[str, Any]:
     if request.system is not None:
         found["system_prompt"] = request.system
     if request.template_kwargs is not None:
-        found["chat_template_kwargs"] = template_arguments(request.template_kwargs, TEMPLATE_OPTION)
+        found["chat_template_kwargs"] = template_arguments(request.template_kwargs)
     if found.get("chat_template") is False:
         if request.system is not None:
             raise UserError("--system: is part of the chat template; leave it out, or give --chat")

@@ -14,7 +14,7 @@ from qarl.errors import UserError, memory_errors
 from qarl.exactness.engines import VLLM, Engine, Native, tight
 from qarl.exactness.request import Request, rounds, sizes_of
 from qarl.exactness.verify import Check
-from qarl.inference.generate import Look, render
+from qarl.inference.generate import GenerateOptions, render
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
@@ -47,7 +47,7 @@ def check_exactness(
         held.enter_context(quiet_libraries(say))
         tokenizer = load_tokenizer(target.model)
         texts = [] if prompts is None else _texts(prompts)
-        given = [prompt.token_ids for prompt in render(target, tokenizer, texts, Look(chat=False))]
+        given = [prompt.token_ids for prompt in render(target, tokenizer, texts, GenerateOptions(chat=False))]
         sizes = sizes_of(request, given, context_of(target), where.type)
         say(f"opening {target.label}")
         rollout = tight(sizes)

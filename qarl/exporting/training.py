@@ -11,6 +11,7 @@ from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Record, checked
 from qarl.storage.runs import EVALUATIONS, RunRecord
+from qarl.utils.averages import mean_of
 
 REGIMES = {
     "aligned": "QaRL: the learner's forward runs the sampler's low-bit arithmetic on the same tensors",
@@ -39,7 +40,7 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
         ("Prompts", Path(source).name if config.data.kind == "local" else source),
         ("Rewards", rewards),
         (
-            "Responses a step",
+            "Responses per step",
             f"{config.responses_per_step} ({train.prompts_per_step} prompts, {rollout.n} each), "
             f"{config.minibatch_size} per optimizer step",
         ),
@@ -54,12 +55,12 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     if config.correction.active:
         facts.append(("Correction", str(config.correction)))
     quarter = max(1, len(seen) // 4)
-    first, last = (_mean(part, "reward/mean") for part in (seen[:quarter], seen[-quarter:]))
+    first, last = (mean_of(part, "reward/mean") for part in (seen[:quarter], seen[-quarter:]))
     if last is not None:
-        at_end = _mean(seen[-1:], "reward/mean")
+        at_end = mean_of(seen[-1:], "reward/mean")
         end = "" if at_end is None else f"; {at_end:.3f} in step {seen[-1]['step']}"
         facts.append(("Reward (mean)", f"{_number(first)} in the first quarter, {last:.3f} in the last{end}"))
-    mismatch = _mean(seen[-quarter:], "mismatch/delta_abs_mean")
+    mismatch = mean_of(seen[-quarter:], "mismatch/delta_abs_mean")
     if mismatch is not None:
         largest = max((r.get("mismatch/delta_abs_max") or 0.0 for r in seen), default=0.0)
         facts.append(
@@ -131,11 +132,6 @@ class _Results(Record):
 
 def _interval(value: _Interval) -> str:
     return f"{_number(value.mean)} ({_number(value.low)} to {_number(value.high)})"
-
-
-def _mean(records: list[dict[str, Any]], name: str) -> float | None:
-    values = [record[name] for record in records if record.get(name) is not None]
-    return sum(values) / len(values) if values else None
 
 
 def _number(value: float | None) -> str:

@@ -29,7 +29,7 @@ PROMPT_BYTES = 2**24  # size limit of a prompt file
 
 
 @dataclass(frozen=True)
-class Look:
+class GenerateOptions:
     """Options of `complete`.
 
     Attributes:
@@ -65,7 +65,7 @@ class Look:
             raise UserError(f"--max-new-tokens: {self.max_new_tokens} is not a length; give 1 to {TOKENS:,}")
         if len(self.stop or ()) > ITEMS or any(not 1 <= len(text) <= NAME for text in self.stop or ()):
             raise UserError(f"--stop: must be at most {ITEMS:,} texts of 1 to {NAME:,} characters")
-        template_arguments(self.template_kwargs or {}, TEMPLATE_OPTION)
+        template_arguments(self.template_kwargs or {})
         if self.temperature == 0 and self.n > 1:
             raise UserError(f"--n: {self.n} samples at temperature 0 are all the same; set --temperature, such as 1")
         for name, value, off in (("top-k", self.top_k, 0), ("top-p", self.top_p, 1), ("min-p", self.min_p, 0)):
@@ -135,13 +135,15 @@ def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
 
 
 @memory_errors("lower --max-new-tokens or --n, or take a larger machine")
-def complete(target: Target, texts: list[str], look: Look, device: str, say: Callable[[str], None]) -> list[Completed]:
-    """Complete each text `look.n` times.
+def complete(
+    target: Target, texts: list[str], options: GenerateOptions, device: str, say: Callable[[str], None]
+) -> list[Completed]:
+    """Complete each text `options.n` times.
 
     Args:
         target: The policy.
         texts: Prompts.
-        look: Options.
+        options: Options.
         device: auto, cpu or cuda.
         say: Called with single lines before the weights are read.
 
@@ -151,58 +153,62 @@ def complete(target: Target, texts: list[str], look: Look, device: str, say: Cal
     Raises:
         UserError: An option is invalid, a prompt exceeds the context, or the target cannot be opened.
     """
-    look.check()
+    options.check()
     tokenizer = load_tokenizer(target.model)
-    prompts = render(target, tokenizer, texts, look)
+    prompts = render(target, tokenizer, texts, options)
     context = context_of(target)
     for prompt in prompts:
-        if len(prompt.token_ids) + look.max_new_tokens > context:
+        if len(prompt.token_ids) + options.max_new_tokens > context:
             raise UserError(
-                f"--prompt {prompt.id + 1}: its {len(prompt.token_ids)} tokens and {look.max_new_tokens} new ones "
+                f"--prompt {prompt.id + 1}: its {len(prompt.token_ids)} tokens and {options.max_new_tokens} new ones "
                 f"exceed the context of {context}; shorten it, or lower --max-new-tokens"
             )
     prompting = target.prompting
-    if prompting is not None and (look.chat, look.system, look.stop, look.template_kwargs) == (None,) * 4:
+    if prompting is not None and (options.chat, options.system, options.stop, options.template_kwargs) == (None,) * 4:
         say(f"as in training: {prompting.label()}")
     say(f"opening {target.label}")
     opened = open_policy(target, device=device, tokenizer=tokenizer)
     own_stop, stop_ids = ((), ()) if prompting is None else (prompting.stop, prompting.stop_token_ids)
-    stop = tuple(own_stop) if look.stop is None else look.stop
-    sampling = opened.sampling(look.n, look.max_new_tokens, look.truncation, look.seed, stop, tuple(stop_ids))
+    stop = tuple(own_stop) if options.stop is None else options.stop
+    sampling = opened.sampling(
+        options.n, options.max_new_tokens, options.truncation, options.seed, stop, tuple(stop_ids)
+    )
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     opened.close()
     return [
         Completed(text, prompt, rollout)
         for text, prompt, rollout in zip(
-            [text for text in texts for _ in range(look.n)],
-            [prompt for prompt in prompts for _ in range(look.n)],
+            [text for text in texts for _ in range(options.n)],
+            [prompt for prompt in prompts for _ in range(options.n)],
             rollouts,
             strict=True,
         )
     ]
 
 
-def render(target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str], look: Look) -> list[Prompt]:
+def render(
+    target: Target, tokenizer: PreTrainedTokenizerBase, texts: list[str], options: GenerateOptions
+) -> list[Prompt]:
     """Render texts as prompts of the policy.
 
     Raises:
         UserError: The chat template is missing or fails, an option needs one, or the model lacks a token.
     """
     prompting = target.prompting
-    chat = look.chat
+    chat = options.chat
     if chat is None:
         chat = prompting.chat_template if prompting is not None else bool(tokenizer.chat_template)
     if chat and not tokenizer.chat_template:
         raise UserError(f"--chat: the tokenizer of {target.name} has no chat template; give --no-chat")
-    if look.system is not None and not chat:
+    if options.system is not None and not chat:
         raise UserError("--system: is part of the chat template; leave it out, or give --chat")
-    if look.template_kwargs and not chat:
+    if options.template_kwargs and not chat:
         raise UserError(f"{TEMPLATE_OPTION}: belongs to the chat template; leave it out, or give --chat")
-    system = look.system if look.system is not None or prompting is None else prompting.system_prompt
+    system = options.system if options.system is not None or prompting is None else prompting.system_prompt
     shown_texts = texts
     if chat:
         own = {} if prompting is None else prompting.chat_template_kwargs
-        kwargs = own if look.template_kwargs is None else look.template_kwargs
+        kwargs = own if options.template_kwargs is None else options.template_kwargs
         template = ChatTemplate(
             tokenizer,
             kwargs,

@@ -29,6 +29,7 @@ from qarl.report.page import GENERATOR, write_page
 from qarl.report.samples import samples_section
 from qarl.storage.disk import disk_errors, require_kinds, require_output
 from qarl.storage.runs import RunRecord, read_run
+from qarl.utils.averages import mean_of
 
 WARNINGS = 10  # non-finite metrics listed, one line each
 
@@ -134,7 +135,7 @@ def _facts(record: RunRecord) -> Facts:
     ]
     if metrics:
         quarter = max(1, len(metrics) // 4)
-        first, last = (_mean(part, "reward/mean") for part in (metrics[:quarter], metrics[-quarter:]))
+        first, last = (mean_of(part, "reward/mean") for part in (metrics[:quarter], metrics[-quarter:]))
         step_s = [v for v in values_of(metrics[1:] or metrics, "time/step_s") if v is not None]
         delta = [v for v in values_of(metrics, "mismatch/delta_abs_max") if v is not None]
         peak = [v for v in values_of(metrics, "memory/peak_gib") if v is not None]
@@ -223,8 +224,3 @@ def _device(environment: dict[str, Any]) -> str:
     if isinstance(gpus, list) and gpus:
         return f"{len(gpus)} x {gpus[0]}" if len(gpus) > 1 else str(gpus[0])
     return str(environment.get("cpu", "not recorded"))
-
-
-def _mean(rows: list[dict[str, Any]], name: str) -> float | None:
-    values = [value for value in values_of(rows, name) if value is not None]
-    return statistics.fmean(values) if values else None

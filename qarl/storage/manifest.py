@@ -95,7 +95,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     manifest = checked(PiecesManifest if version == PIECES else Manifest, found, str(path))
     if step_of(path.parent.name) not in (None, manifest.step):
-        raise Unreadable(str(path), f"is of step {manifest.step}, not of the one that its directory is named by")
+        raise Unreadable(str(path), f"is of step {manifest.step}, but its directory is named after another one")
     return manifest
 
 

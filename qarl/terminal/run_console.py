@@ -24,6 +24,7 @@ from qarl.batch.observer import Observer, Phase
 from qarl.rewards import RewardResult
 from qarl.terminal.console import Console
 from qarl.types import Prompt, Rollout
+from qarl.utils.averages import mean_of
 from qarl.utils.text import visible
 
 TABLE_METRICS = (  # most important first: a narrow terminal shows only the first ones
@@ -159,7 +160,7 @@ class RunConsole:
             for name in ("reward/mean", "sft/loss", "teacher/divergence", "response/length_mean"):
                 if name not in history[-1]:
                     continue
-                first, last = _mean(history[:quarter], name), _mean(history[-quarter:], name)
+                first, last = mean_of(history[:quarter], name), mean_of(history[-quarter:], name)
                 lines.append(f"{name}: {_format(first)} over the first {span}, {_format(last)} over the last")
             if "mismatch/delta_abs_max" in history[-1]:
                 gaps = [record.get("mismatch/delta_abs_max") for record in history]
@@ -243,11 +244,6 @@ def _clip(text: str, tail: bool = False) -> str:
     if len(text) <= SHOWN_CHARACTERS:
         return text
     return "..." + text[-SHOWN_CHARACTERS:] if tail else text[:SHOWN_CHARACTERS] + "..."
-
-
-def _mean(records: list[dict[str, Any]], name: str) -> float | None:
-    values = [record[name] for record in records if record.get(name) is not None]
-    return sum(values) / len(values) if values else None
 
 
 def _format(value: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _SCALE = 2.0**-100  # exact; sums of scaled values cannot overflow
 
@@ -30,3 +31,9 @@ def deviation(values: Iterable[float]) -> float:
     """
     values = list(values)
     return statistics.pstdev(values) if all(map(math.isfinite, values)) else math.nan
+
+
+def mean_of(records: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    """Return the mean of a metric over the records that have it; None if none has."""
+    values = [record[name] for record in records if record.get(name) is not None]
+    return mean(values) if values else None

@@ -162,4 +162,4 @@ def test_arguments_of_the_template_do_not_shadow_its_own(name):
     ):
         refused(sections, f".chat_template_kwargs.{name} = 1: is ")
     with pytest.raises(UserError, match=r"^--chat-template-kwargs: "):
-        template_arguments({name: 1}, "--chat-template-kwargs")
+        template_arguments({name: 1})

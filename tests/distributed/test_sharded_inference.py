@@ -12,7 +12,7 @@ from torch import Tensor
 
 from qarl.diagnose.policies import RunPolicy
 from qarl.distributed.ranks import Ranks
-from qarl.inference.generate import Look, complete
+from qarl.inference.generate import GenerateOptions, complete
 from qarl.inference.masters import open_masters
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
@@ -84,7 +84,9 @@ def test_generate_and_diagnose_open_a_run_of_several_ranks(tiny_model, tmp_path)
     run = save_run(tmp_path / "one" / "run", tiny_model("llama"))
     path = as_of_ranks(run.path, tmp_path / "run", 2)
     targets = [resolve_target(str(place)) for place in (run.path, path, path / "checkpoints" / "latest")]
-    looks = [complete(target, ["7 + 5 ="], Look(max_new_tokens=6), "cpu", lambda line: None) for target in targets]
+    looks = [
+        complete(target, ["7 + 5 ="], GenerateOptions(max_new_tokens=6), "cpu", lambda line: None) for target in targets
+    ]
     drawn = [(look[0].rollout.token_ids, look[0].rollout.logprobs) for look in looks]
     assert drawn[0] == drawn[1] == drawn[2]
     assert resolve_target(str(path), step=2).step == 2

@@ -9,7 +9,7 @@ from plain_settings import plain_config
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.inference.generate import Completed, Look, complete, gather_texts, render
+from qarl.inference.generate import Completed, GenerateOptions, complete, gather_texts, render
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_tokenizer
@@ -19,7 +19,7 @@ from qarl.types import Prompt, Rollout
 def completions(path, texts, scheme="w4a16", **look) -> list[Completed]:
     quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
     target = resolve_target(str(path), quant=quant)
-    return complete(target, texts, Look(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
+    return complete(target, texts, GenerateOptions(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
 
 
 def trained(model: str, **data) -> Config:
@@ -187,8 +187,8 @@ def test_arguments_of_the_template_are_the_runs_own_unless_given(tiny_model, tmp
         (run, {}, "hi"),
         (replace(run, run=None), None, "hi"),
     ):
-        assert render(target, tokenizer, ["hi"], Look(template_kwargs=given))[0].text == text
+        assert render(target, tokenizer, ["hi"], GenerateOptions(template_kwargs=given))[0].text == text
     with pytest.raises(UserError, match="--chat-template-kwargs: belongs to the chat template"):
-        render(run, tokenizer, ["hi"], Look(chat=False, template_kwargs={"enable_thinking": False}))
+        render(run, tokenizer, ["hi"], GenerateOptions(chat=False, template_kwargs={"enable_thinking": False}))
     with pytest.raises(UserError, match=r"chat_template_kwargs.messages = 1: is set by qarl"):
         completions(model, ["hi"], template_kwargs={"messages": 1})

@@ -16,7 +16,7 @@ from qarl.errors import UserError
 from qarl.evaluation.evaluate import _loaded as loaded
 from qarl.evaluation.request import Request, prompting
 from qarl.exporting.job import export_target
-from qarl.inference.generate import Look, complete, render
+from qarl.inference.generate import GenerateOptions, complete, render
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.checkpoint import CheckpointStore
@@ -69,7 +69,7 @@ def test_generate_and_eval_prompt_as_the_run_did(placed, data, options, text):
     """Eval by the keys of `data` with which a preset's prompts are made."""
     for place in placed(data, scheme="fp8").values():
         target = resolve_target(str(place))
-        assert render(target, load_tokenizer(target.model), ["hi"], Look(**options))[0].text == text, place
+        assert render(target, load_tokenizer(target.model), ["hi"], GenerateOptions(**options))[0].text == text, place
         found = prompting(resolve_target(str(place)), Request(data=("gsm8k",), **options))
         system = "count" if text == SYSTEM else None
         assert (found["chat_template"], found["system_prompt"]) == (text != TEXT, system), place
@@ -92,7 +92,7 @@ def test_completions_end_as_the_runs_responses_did(placed):
 
     def completed(rollout: dict[str, Any], **look: Any) -> list[int]:
         target = resolve_target(str(placed({}, rollout)["export"]))
-        found = complete(target, ["hi"], Look(max_new_tokens=12, **look), "cpu", lambda line: None)
+        found = complete(target, ["hi"], GenerateOptions(max_new_tokens=12, **look), "cpu", lambda line: None)
         texts.append(found[0].rollout.text)
         return found[0].rollout.token_ids
 

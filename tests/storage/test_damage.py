@@ -168,4 +168,4 @@ def test_a_checkpoint_under_the_name_of_another_step_is_passed_over(whole, tmp_p
     (run / "checkpoints" / "000004").rename(run / "checkpoints" / "000007")
     skipped: list[str] = []
     assert CheckpointStore(run / "checkpoints", 0).latest_valid(skipped.append).step == 1
-    assert "is of step 4, not of the one that its directory is named by" in skipped[0]
+    assert "is of step 4, but its directory is named after another one" in skipped[0]

@@ -10,7 +10,7 @@ from thread_ranks import as_threads
 from tiny_runs import settings, write_config
 
 from qarl.config import Config
-from qarl.inference.generate import Look, render
+from qarl.inference.generate import GenerateOptions, render
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_tokenizer
 from qarl.storage.saved_state import started_at
@@ -53,7 +53,7 @@ def test_a_run_keeps_the_time_of_its_first_start(qarl, tiny_model, tmp_path):
     assert began is not None and date == began.strftime("[%d %b %Y %H:%M:%S.%f")
 
     target = resolve_target(str(run))
-    prompt = render(target, load_tokenizer(target.model), ["hi"], Look())[0]
+    prompt = render(target, load_tokenizer(target.model), ["hi"], GenerateOptions())[0]
     assert prompt.text.split("]")[0] == date
 
 
