@@ -11,7 +11,7 @@ from qarl_formats.registry import scheme_names
 from qarl import api
 from qarl.cli.arguments import name_of, path_of, text_of
 from qarl.cli.export import NoVllm, ShardSize, Unpacked, bar, show
-from qarl.cli.options import Calibration, CalibrationSamples, VerifyDigests
+from qarl.cli.options import Calibration, CalibrationSamples, GroupSize, VerifyDigests
 from qarl.config.quant import GROUPED, ZERO_POINTS
 
 SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
@@ -29,9 +29,7 @@ def quantize(
             "--scheme", parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for no quantization."
         ),
     ],
-    group_size: Annotated[
-        int | None, typer.Option(min=-1, max=128, help=f"Group size of {GROUPED}: 32, 64, 128, or -1.")
-    ] = None,
+    group_size: GroupSize = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"Use zero points ({ZERO_POINTS}).")] = False,
     grid: Annotated[
         str | None,

@@ -1,31 +1,23 @@
 """The configuration: strict pydantic models, one file per section. Imports no torch."""
 
-from qarl.config.checkpoint import CheckpointConfig
 from qarl.config.config import Config
 from qarl.config.data import DataConfig
-from qarl.config.diagnostics import DiagnosticsConfig
 from qarl.config.evaluation import EvalTask, EvaluationConfig
 from qarl.config.load import load_config
-from qarl.config.logging import LoggingConfig, TrackioConfig, WandbConfig
 from qarl.config.model import ModelConfig
 from qarl.config.optim import OptimConfig
 from qarl.config.quant import QuantConfig
 from qarl.config.reward import RewardConfig, RewardFunction
 from qarl.config.rollout import RolloutConfig
-from qarl.config.train import TrainConfig
-from qarl.config.vllm import VLLMConfig
 from qarl.objectives.base import ObjectiveConfig
 from qarl.objectives.correction_config import CorrectionConfig
 
 __all__ = [
-    "CheckpointConfig",
     "Config",
     "CorrectionConfig",
     "DataConfig",
-    "DiagnosticsConfig",
     "EvalTask",
     "EvaluationConfig",
-    "LoggingConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimConfig",
@@ -33,9 +25,5 @@ __all__ = [
     "RewardConfig",
     "RewardFunction",
     "RolloutConfig",
-    "TrackioConfig",
-    "TrainConfig",
-    "VLLMConfig",
-    "WandbConfig",
     "load_config",
 ]

@@ -31,7 +31,7 @@ from qarl.exporting.readers import (
     release_memory,
 )
 from qarl.inference.export_record import read_export_record
-from qarl.inference.opening import Opened, open_policy
+from qarl.inference.opening import open_policy
 from qarl.inference.target import Target
 from qarl.inputs.json import read_json_object, strict
 from qarl.inputs.tensors import OpenTensors, stored_tensors
@@ -107,7 +107,8 @@ def verify_export(
     say(found[0].line())
     reference = greedy(opened, prompts, MAX_TOKENS)
     exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
-    texts, weights = _texts(opened, reference), opened.policy.current.weights
+    texts = [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in reference.token_ids]
+    weights = opened.policy.current.weights
     shapes = {weight.shape for weight in weights.values()}
     mixed = any(experts_of(name.rpartition(".")[0]) for name in weights)
     scheme, model = scheme_of(target.quant), opened.policy.model
@@ -232,7 +233,3 @@ def _prompt_texts(target: Target) -> Sequence[str]:
         prompts = (row.get("prompt") for row in rows)
         recorded = list(dict.fromkeys(text for text in prompts if isinstance(text, str) and text))
     return [*recorded[:4], *PROMPTS]
-
-
-def _texts(opened: Opened, reading: Reading) -> list[str]:
-    return [str(opened.tokenizer.decode(ids, skip_special_tokens=True)) for ids in reading.token_ids]

@@ -114,24 +114,21 @@ def file_sha256(path: Path) -> tuple[int, str]:
         return file.tell(), digest
 
 
+_digests: dict[tuple[int, ...], str] = {}  # by the identity of the file
+
+
 def sha256_once(path: Path) -> str:
     """Return the SHA-256 of a regular file. Hashes it once per process until its inode, size or times change.
 
     Raises NoSuchFile, Unreadable.
     """
     with open_regular(path) as file:
-        identity = file_identity(os.fstat(file.fileno()))
+        found = os.fstat(file.fileno())
+    # A file that is replaced or written gets another identity.
+    identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     if identity not in _digests:
         _digests[identity] = file_sha256(path)[1]
     return _digests[identity]
-
-
-def file_identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return what changes if a file is replaced or written."""
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-
-
-_digests: dict[tuple[int, ...], str] = {}
 
 
 def decode(data: bytes, place: str) -> str:

@@ -10,10 +10,11 @@ import re
 import warnings
 import xml.etree.ElementTree as ET
 
+import matplotlib
 import numpy as np
 
 from qarl.report.blocks import Chart, LineChart, Scatter
-from qarl.report.drawing import MAX_DOTS, Colours, draw, finite, log_scale, rc, thin, values_of
+from qarl.report.drawing import MAX_DOTS, RC, Colours, draw, finite, log_scale, thin, values_of
 from qarl.utils.text import visible
 
 # Okabe-Ito colours, distinguishable with common colour blindness; darkened to 3:1 on white, lightened on black.
@@ -108,7 +109,7 @@ def _bytes(chart: Chart, form: str) -> bytes:
 def save(chart: Chart, form: str) -> bytes:
     """Render the chart with matplotlib in one of `FORMS`."""
     buffer = io.BytesIO()
-    with rc(), warnings.catch_warnings():
+    with matplotlib.rc_context(RC), warnings.catch_warnings():
         # For scripts missing from matplotlib's font, browsers use their own fonts and a PNG shows boxes.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         figure = draw(chart, _PICTURE if form == "png" else _STAND_INS, heading=form == "png")

@@ -69,7 +69,8 @@ def read_diagnostics(run: Path) -> tuple[list[dict[str, Any]], list[str]]:
 def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     """Return the plots of one record and its examples of error tokens."""
     tokens: dict[str, Any] = {
-        name: None if column is None else _array(column) for name, column in record["tokens"].items()
+        name: None if column is None else np.asarray(column, dtype=np.float64)  # None becomes NaN
+        for name, column in record["tokens"].items()
     }
     sampler, old, shadow = tokens["logp_sampler"], tokens["logp_old"], tokens["logp_shadow"]
     signs = _by_sign(tokens["advantage"])
@@ -288,10 +289,6 @@ def _by_sign(advantages: Column) -> list[tuple[str, np.ndarray]]:
 def _classes(x: Column, y: Column, classes: list[tuple[str, np.ndarray]]) -> list[Points]:
     """Return the points of each class. classes: (name, mask)."""
     return [Points(name, x[chosen].tolist(), y[chosen].tolist()) for name, chosen in classes]
-
-
-def _array(values: list[float | None]) -> Column:
-    return np.asarray(values, dtype=np.float64)  # None becomes NaN
 
 
 def _middles(deciles: list[dict[str, Any]]) -> list[float]:

@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
-import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -38,7 +36,7 @@ MAX_DOTS = 2500  # per class; a dot takes about 30 bytes of SVG
 FEW_DOTS = 200  # up to this many dots are drawn larger
 DOT_LAYERS = 6  # translucent layers per class, so that dense regions are darker
 
-RC: dict[Any, Any] = {
+RC: dict[Any, Any] = {  # settings for drawing and saving
     "font.family": "sans-serif",
     "font.size": 11.5,
     "axes.spines.top": False,
@@ -64,11 +62,6 @@ class Colours:
     muted: str
     grid: str
     background: str
-
-
-def rc() -> AbstractContextManager[None]:
-    """Apply the settings for drawing and saving charts, and restore the caller's afterwards."""
-    return matplotlib.rc_context(RC)
 
 
 def curve_style(index: int, colours: int) -> tuple[int, int]:
@@ -136,7 +129,7 @@ def has_data(chart: Chart) -> bool:
 
 
 def draw(chart: Chart, colours: Colours, *, heading: bool) -> Figure:
-    """Draw a chart. Call inside `rc()`.
+    """Draw a chart. Call inside `matplotlib.rc_context(RC)`.
 
     Args:
         chart: The chart.

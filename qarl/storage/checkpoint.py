@@ -109,7 +109,9 @@ class CheckpointStore:
         def publish() -> None:
             with disk_errors(final, needed):
                 write_manifest(temporary, step, state_json, shares)
-                self._publish(temporary, step)
+                os.rename(temporary, final)
+                fsync_directory(self.directory)
+                self._link_latest(step)
                 self._prune(step)
 
         try:
@@ -165,11 +167,6 @@ class CheckpointStore:
                 f"{final}: no space for a checkpoint ({needed:,} bytes needed, {free:,} free); free some space, set "
                 "train.run_dir to another disk, or lower checkpoint.keep_last"
             )
-
-    def _publish(self, temporary: Path, step: int) -> None:
-        os.rename(temporary, self.path(step))
-        fsync_directory(self.directory)
-        self._link_latest(step)
 
     def _link_latest(self, step: int) -> None:
         link, latest = self.directory / ".latest", self.directory / "latest"

@@ -45,7 +45,8 @@ def write_page_and_plots(out: Path, result: dict[str, Any]) -> None:
     """
     charts = comparison_charts(result["members"])
     settings = result["settings"]
-    subtitle = f"{settings['predicted_tokens']} tokens of {_text_name(settings)}, device {settings['device']}"
+    text = "the bundled text" if settings["text"] == BUNDLED else settings["text"]
+    subtitle = f"{settings['predicted_tokens']} tokens of {text}, device {settings['device']}"
     names = {chart.title: f"{name}.png" for name, chart in charts.items()}
     write_page(out / "comparison.html", result["title"], subtitle, page_sections(result, charts), names=names)
 
@@ -121,10 +122,6 @@ def _how(settings: dict[str, Any]) -> str:
         f"in qarl's native engine (device {settings['device']}, CPU threads: {settings['threads']}); it does not "
         "predict the speed of other engines."
     )
-
-
-def _text_name(settings: dict[str, Any]) -> str:
-    return "the bundled text" if settings["text"] == BUNDLED else settings["text"]
 
 
 def _bar(member: Member, value: dict[str, float | None]) -> Bar:
