@@ -15,9 +15,7 @@ tensor exactly once, for any number of ranks and any split.
      "step", "files" and "sha256" as above}
 """
 
-import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,9 +23,8 @@ from typing import Annotated, Any
 from pydantic import Field, StringConstraints
 
 from qarl.errors import UserError
-from qarl.inputs.files import Unreadable, open_regular
+from qarl.inputs.files import Unreadable
 from qarl.inputs.json import body_digest, read_json_object
-from qarl.inputs.paths import reason_of
 from qarl.inputs.schema import Bytes, FileDigest, FileName, Record, Step, checked
 from qarl.storage.names import step_of
 
@@ -104,17 +101,8 @@ def verify_files(directory: Path, manifest: Manifest, names: Iterable[str]) -> N
     for name in names:
         if name not in manifest.files:
             raise Unreadable(str(directory / MANIFEST), f"does not list {name} among its files")
-        _verify(directory / name, manifest.files[name])
-
-
-def _verify(path: Path, expected: FileDigest) -> None:
-    with open_regular(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        if size != expected.bytes:
-            raise Unreadable(str(path), f"{size:,} bytes, {expected.bytes:,} were written")
-        try:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
-    if digest != expected.sha256:
-        raise Unreadable(str(path), "the digest does not match, the contents changed")
+        found, expected = FileDigest.of(directory / name), manifest.files[name]
+        if found.bytes != expected.bytes:
+            raise Unreadable(str(directory / name), f"{found.bytes:,} bytes, {expected.bytes:,} were written")
+        if found.sha256 != expected.sha256:
+            raise Unreadable(str(directory / name), "the digest does not match, the contents changed")
