@@ -8,7 +8,7 @@ from qarl_formats.scheme import Scheme
 
 from qarl.config.model import PREFIX
 from qarl.config.yaml_io import dump_yaml
-from qarl.exporting.training import EVALUATION_HEAD, evaluations_of, training_facts
+from qarl.exporting.training import EVALUATION_HEAD, SUPERVISED, evaluations_of, training_facts
 from qarl.inference.export_record import Prompting
 from qarl.inference.target import Target
 from qarl.storage.runs import read_run
@@ -122,7 +122,8 @@ def _front_matter(target: Target, scheme: Scheme) -> str:
         kind = "finetune" if target.run is not None else "quantized"
         values = {"base_model": target.model.path, "base_model_relation": kind} | values
     if target.run is not None:
-        tags += ["reinforcement-learning", target.run.objective.name]
+        name = target.run.objective.name
+        tags += [name] if name in SUPERVISED else ["reinforcement-learning", name]
     return f"---\n{dump_yaml(values | {'tags': tags})}---\n"
 
 
@@ -131,7 +132,8 @@ def _summary(target: Target, scheme: Scheme, base: str) -> str:
     if target.run is None:
         how = _METHODS[target.quant.init] if scheme.quantized else "unquantized, its weights rounded to the dtype below"
         return f"{base}, {how}. Made by {made}.\n"
-    trained = f"{base}, trained by reinforcement learning for {target.step} steps with {made}"
+    how = SUPERVISED.get(target.run.objective.name, "reinforcement learning")
+    trained = f"{base}, trained by {how} for {target.step} steps with {made}"
     if not scheme.quantized and target.run.quant.scheme != "bf16":
         return (
             f"{trained} to be served in {target.run.quant.scheme}. These are its master weights, unquantized: not the "

@@ -18,8 +18,7 @@ REGIMES = {
     "fake_quant": "QAT: the learner's forward runs on dequantized weights",
     "full_precision": "quantized rollouts: the learner's forward runs on unquantized weights",
 }
-
-
+SUPERVISED = {"sft": "supervised fine-tuning", "distill": "distillation"}  # by objective
 EVALUATION_HEAD = ("Task", "Step", "Prompts", "avg@n", "pass@k")  # of the rows of `evaluations_of`
 
 
@@ -29,22 +28,21 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
     rollout, train, optim = config.rollout, config.train, config.optim
     rewards = ", ".join(Path(function.name).name for function in config.reward.functions)
     source = config.data.source
-    regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16 RL: no weight is quantized"
+    regime = REGIMES[config.quant.learner] if config.quant.scheme != "bf16" else "BF16: no weight is quantized"
+    advantage = "" if config.objective.name in SUPERVISED else f"advantage {config.objective.advantage}, "
+    responses = "from the data" if rollout.engine == "data" else f"sampled at temperature {rollout.temperature:g}"
     facts = [
         ("Steps", f"{step} of {train.steps}"),
-        (
-            "Objective",
-            f"{config.objective.name}, advantage {config.objective.advantage}, {config.objective.aggregation}",
-        ),
+        ("Objective", f"{config.objective.name}, {advantage}{config.objective.aggregation}"),
         ("Regime", f"{regime} (scheme {config.quant.label}, learner {config.quant.learner})"),
         ("Prompts", Path(source).name if config.data.kind == "local" else source),
-        ("Rewards", rewards),
+        *([("Rewards", rewards)] if rewards else []),
         (
             "Responses per step",
             f"{config.responses_per_step} ({train.prompts_per_step} prompts, {rollout.n} each), "
             f"{config.minibatch_size} per optimizer step",
         ),
-        ("Sampling", f"temperature {rollout.temperature:g}, at most {rollout.max_response_length} tokens"),
+        ("Responses", f"{responses}, at most {rollout.max_response_length} tokens"),
         (
             "Optimizer",
             f"{optim.name}, learning rate {optim.lr:g} ({optim.schedule}), "

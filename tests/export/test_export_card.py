@@ -5,6 +5,7 @@ import json
 
 import pytest
 import yaml
+from plain_settings import plain_config
 from tiny_exports import TinyRun, save_run
 
 from qarl.config import ModelConfig
@@ -51,6 +52,13 @@ def test_a_runs_card_says_how_it_was_trained(run):
     text = card(resolve_target(str(run.path), quant={"scheme": "bf16"}))
     assert "master weights, unquantized: not the policy that generated in training" in text
     assert "compressed-tensors" not in yaml.safe_load(text.split("---\n")[1])["tags"]
+
+
+def test_a_warm_start_is_no_reinforcement_learning(run):
+    config = plain_config(objective={"name": "sft"}, rollout={"engine": "data"}, reward={"functions": []})
+    text = card(dataclasses.replace(resolve_target(str(run.path)), run=config))
+    assert "trained by supervised fine-tuning for 4 steps" in text and "reinforcement" not in text
+    assert "| Responses | from the data, at most" in text and "| Rewards |" not in text and "| sft, token" in text
 
 
 def test_evaluations_of_this_step_and_the_last_one_in_training_are_shown(run):
