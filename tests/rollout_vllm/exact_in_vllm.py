@@ -103,6 +103,9 @@ def checked(
         write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
         host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints)
     found: dict[str, Any] = {"proved_frac": host.numerics.proved_frac, "measured": measured(host)}
+    prompt = tokenizer.encode("a stop é", add_special_tokens=False)[:-1]  # ends within a character
+    stops = SamplingParams(1, 0, 8, stop=("stop",))
+    found["reason"] = host.generate([Request(prompt, 0)], stops, lambda done, tokens: None)[0].finish_reason
     found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
     fewer = Asked(lengths, response, shaped[-1:])
     if DEVICE.type == "cuda":

@@ -320,9 +320,10 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
     """Start vLLM on `settings.checkpoint`. Raises whatever vLLM raises."""
     from vllm import LLM
 
-    from qarl.rollout.vllm.sampling import batch_seeded_noise
+    from qarl.rollout.vllm.sampling import batch_seeded_noise, detokenize_responses_alone
 
     batch_seeded_noise()
+    detokenize_responses_alone()
     with numerics.starting():
         phases.end("imports")
         with phases.time_worker(numerics.loaded):

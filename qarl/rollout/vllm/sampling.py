@@ -1,4 +1,4 @@
-"""Seeded sampling in vLLM as fast as unseeded sampling, on a GPU.
+"""Changes of vLLM's sampling: seeded as fast as unseeded on a GPU, and stop strings found in responses alone.
 
 vLLM generates the noise of a seeded request with the request's own generator: one kernel launch per request and step.
 Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset.
@@ -8,9 +8,12 @@ vLLM rewinds the offset if it discards a token, so a response depends only on it
 from __future__ import annotations
 
 from functools import wraps
+from typing import Any
 
 import torch
+from tokenizers.decoders import DecodeStream
 from torch import Tensor
+from vllm.v1.engine import detokenizer
 from vllm.v1.sample.ops import topk_topp_sampler as ops
 
 STEP = 4  # increment of a generator's offset per token, the same as in vLLM
@@ -29,6 +32,24 @@ def batch_seeded_noise() -> None:
         return draw(probs, generators)
 
     ops.random_sample = random_sample  # type: ignore[assignment]
+
+
+def detokenize_responses_alone() -> None:
+    """Make vLLM look for stop strings in the text of the response's tokens, as the native engine does.
+
+    vLLM decodes prompt and response together. If the prompt's text ends in U+FFFD, which is also how a part of a
+    character decodes, vLLM takes the prompt for a part of the response, and a stop string in it ends the response.
+    """
+    original = detokenizer.FastIncrementalDetokenizer.__init__
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @wraps(original)
+    def init(self: Any, tokenizer: Any, request: Any) -> None:
+        original(self, tokenizer, request)
+        self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+
+    detokenizer.FastIncrementalDetokenizer.__init__ = init  # type: ignore[method-assign]
 
 
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
