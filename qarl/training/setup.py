@@ -273,14 +273,21 @@ def _open_data(
             prompts, report = build_prompts(
                 config.data, tokenizer, context, longest, vocabulary=vocabulary, now=started
             )
-        held_out = None
+        held_out = held_report = None
         if config.evaluation.held_out is not None:
-            held_out = examples(config.evaluation.held_out, "evaluation.held_out")[0]
+            held_out, held_report = examples(config.evaluation.held_out, "evaluation.held_out")
         tasks = load_training_tasks(config, tokenizer, context, vocabulary, started)
         calibration = []
         if config.quant.init != "rtn":
             calibration = calibration_sequences(config.quant.calibration, tokenizer, context, prompts)
     console.message(report.summary())
+    if held_report is not None:
+        console.message(f"evaluation.held_out: {held_report.summary()}")
+    for task in tasks:
+        if task.dropped:
+            console.warn(
+                f"evaluation task {task.name}: dropped {task.dropped} prompts longer than data.max_prompt_length"
+            )
     if len(prompts) < config.train.prompts_per_step:
         raise UserError(
             f"train.prompts_per_step: {config.train.prompts_per_step} is more than the {len(prompts)} "

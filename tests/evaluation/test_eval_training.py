@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 TASKS = [
     {
         "name": "short",
-        "data": {"source": "task:arithmetic", "task": {"size": 3, "seed": 7}, "max_prompt_length": 64},
+        "data": {"source": "task:arithmetic", "task": {"size": 9, "seed": 7}, "max_prompt_length": 28},
         "reward": [{"name": "regex", "options": {"pattern": "[a-z]"}}],
     },
     {
@@ -104,6 +104,7 @@ def test_evaluations_come_before_training_every_n_steps_and_at_the_end(evaluated
         assert len(rows) == 14 and {r["step"] for r in rows} == {record["step"]}
         assert max(r["tokens"] for r in rows) == 12  # not the rollouts' 8
     assert "evaluation after step 3: short avg@2 0." in evaluated.output
+    assert "evaluation task short: dropped 6 prompts longer than data.max_prompt_length" in evaluated.output
 
 
 def test_stopped_in_evaluations_a_run_goes_on_to_the_same_records(evaluated, tmp_path):

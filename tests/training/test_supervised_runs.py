@@ -207,6 +207,7 @@ def run(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, code
     folder = config.parent / name
     done = qarl.run(command, config, f"train.run_dir={folder}", *overrides, cwd=config.parent, **order)
     assert done.code == code, done.err + done.out
+    assert name != "whole" or "evaluation.held_out: " in done.out
     return folder
 
 
