@@ -47,12 +47,17 @@ def ground_truths(columns: dict[str, list], name: str) -> list:
     """Return one data column of answers.
 
     Raises:
-        ValueError: An answer is missing, so that every response would score 0.
+        ValueError: An answer is null, NaN or an object, so that every response would score 0.
     """
     answers = column_values(columns, name)
     for answer in answers:
-        if answer is None:
-            raise ValueError(f"the data's column `{name}` has no answer in this row (null)")
+        if answer is None or isinstance(answer, dict) or answer != answer:  # NaN differs from itself
+            what = (
+                f"an object with {', '.join(map(str, answer))}; name one in data.columns"
+                if isinstance(answer, dict)
+                else answer
+            )
+            raise ValueError(f"the data's column `{name}` has no answer in this row ({what or 'null'})")
     return answers
 
 

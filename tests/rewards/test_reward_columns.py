@@ -39,9 +39,10 @@ NO_ANSWER = "the data's column `answer` has no answer in this row"
 def test_a_row_without_an_answer_fails_instead_of_scoring_0(name, options):
     config = RewardConfig(functions=[{"name": name, "options": options}])
     with RewardPool(config, columns=["answer"]) as rewards:
-        result = rewards.score(["5", "None", "7"], ["p"] * 3, {"answer": ["5", None, "7"]})
-    assert (result.total, result.failed) == ([1.0, 0.0, 1.0], {name: 1})
-    assert result.messages[-1].startswith(f"reward `{name}`: completion 1 scores 0: ValueError: {NO_ANSWER}")
+        for none in None, float("nan"), {"ground_truth": "5"}:
+            result = rewards.score(["5", str(none), "7"], ["p"] * 3, {"answer": ["5", none, "7"]})
+            assert (result.total, result.failed) == ([1.0, 0.0, 1.0], {name: 1})
+            assert result.messages[-1].startswith(f"reward `{name}`: completion 1 scores 0: ValueError: {NO_ANSWER}")
 
 
 def test_columns_reach_a_function_with_their_types(tmp_path):
