@@ -36,7 +36,6 @@ __all__ = [
     "sft",
     "train",
     "verify_exact",
-    "verify_export",
 ]
 
 AnyPath = str | os.PathLike[str]
@@ -158,7 +157,11 @@ def export(
     repository = None if push_to_hub is None else HubRepository(push_to_hub, private)
     written = _write(target, directory, max_shard_size, unpacked, dtype is not None, for_vllm, progress)
     if verify:
-        written = replace(written, verification=_verified(target, directory, say))
+        from qarl.exporting.verify import verify_export
+        from qarl.terminal.noise import quiet_libraries
+
+        with quiet_libraries(say):
+            written = replace(written, verification=verify_export(target, directory, say=say))
     if repository is not None and (written.verified or not verify):
         written = replace(written, pushed=repository.push(written.path, f"Step {target.step} of {target.name}"))
     return written
@@ -211,43 +214,6 @@ def quantize(
         raise UserError(f"MODEL: {name} is a run; use qarl export, or give the model that it was made from")
     target = resolve_target(name, quant=quant, verify_digests=verify_digests)
     return _write(target, user_path(out, "OUT"), max_shard_size, unpacked, False, for_vllm, progress)
-
-
-def verify_export(
-    run: AnyPath,
-    out: AnyPath,
-    *,
-    step: int | None = None,
-    model: str | None = None,
-    verify_digests: bool = True,
-    say: Callable[[str], None] = lambda line: None,
-) -> dict[str, Any]:
-    """Compare an exported directory with the run that it was made from, and write its verification.json.
-
-    Args:
-        run, step, model: As for `export`.
-        out: The exported directory.
-        verify_digests: Compare configuration and tokenizer with qarl_export.json too.
-        say: Called with a line for each reader.
-
-    Returns:
-        The contents of verification.json. Its `ok` is False if a reader failed or differs.
-
-    Raises:
-        UserError: The run or the export cannot be read.
-    """
-    from qarl.inference.target import resolve_target
-
-    target = resolve_target(os.fspath(run), step=step, model=model)
-    return _verified(target, user_path(out, "OUT"), say, verify_digests)
-
-
-def _verified(target: Target, out: Path, say: Callable[[str], None], verify_digests: bool = True) -> dict[str, Any]:
-    from qarl.exporting.verify import verify_export as verified
-    from qarl.terminal.noise import quiet_libraries
-
-    with quiet_libraries(say):
-        return verified(target, out, device="auto", verify_digests=verify_digests, say=say)
 
 
 def _write(

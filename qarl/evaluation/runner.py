@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from qarl_kernels.logprob import Truncation
@@ -66,10 +66,7 @@ class Settings:
         """JSON values that determine completions and correctness. The reported values of pass@k are not included."""
         return {
             "samples": self.samples,
-            "temperature": self.truncation.temperature,
-            "top_k": self.truncation.top_k,
-            "top_p": self.truncation.top_p,
-            "min_p": self.truncation.min_p,
+            **asdict(self.truncation),
             "max_response_length": self.max_response_length,
             "stop": list(self.stop),
             "stop_token_ids": sorted(self.stop_token_ids),

@@ -76,16 +76,13 @@ class Agreement:
         return f"{name}: {self.status}: {found}" + (f"; {self.reason}" if self.reason else "")
 
 
-def verify_export(
-    target: Target, out: Path, *, device: str = "auto", verify_digests: bool = True, say: Callable[[str], None]
-) -> dict[str, Any]:
+def verify_export(target: Target, out: Path, *, device: str = "auto", say: Callable[[str], None]) -> dict[str, Any]:
     """Compare the checkpoint in `out` with the policy of `target`, and write `out`/verification.json.
 
     Args:
         target: The run, or the model that was quantized.
         out: The exported directory.
         device: auto, cpu or cuda.
-        verify_digests: Compare configuration and tokenizer with qarl_export.json.
         say: Called with one line per reader.
 
     Returns:
@@ -103,7 +100,7 @@ def verify_export(
     prompts = [
         Prompt(index, opened.tokenizer(text)["input_ids"], text) for index, text in enumerate(_prompt_texts(target))
     ]
-    found = [_codes(opened.policy.current, out, verify_digests)]
+    found = [_codes(opened.policy.current, out)]
     say(found[0].line())
     reference = greedy(opened, prompts, MAX_TOKENS)
     exact, where, dtype = opened.policy.device.type == "cpu", opened.policy.device, stored["dtype"]
@@ -190,11 +187,8 @@ def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Ag
     )
 
 
-def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
-    """Compare every tensor, as compressed-tensors unpacks it, with the run's.
-
-    verify_digests: also compare configuration and tokenizer with qarl_export.json.
-    """
+def _codes(snapshot: Snapshot, out: Path) -> Agreement:
+    """Compare every tensor, as compressed-tensors unpacks it, with the run's; other files with qarl_export.json."""
     import compressed_tensors
 
     files = OpenTensors(stored_tensors(out))
@@ -213,8 +207,7 @@ def _codes(snapshot: Snapshot, out: Path, verify_digests: bool) -> Agreement:
     for name, tensor in snapshot.tensors.items():
         if name not in quantized and (name not in files or not torch.equal(files[name], tensor.cpu())):
             return Agreement("codes", "differs", f"{name}: not the run's", version)
-    record = read_export_record(out) if verify_digests else None
-    if record is not None:
+    if (record := read_export_record(out)) is not None:
         try:
             record.check_documents()
             record.check_names(stored_tensors(out))
