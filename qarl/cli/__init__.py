@@ -78,9 +78,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
 def _main(argv: list[str] | None) -> NoReturn:
     try:
         with memory_errors("use a larger machine"):  # used where the failing code does not suggest what to lower
-            code = app(
-                args=own_arguments(argv), prog_name="qarl", standalone_mode=False
-            )  # usage errors are also printed as one line
+            # Not standalone: usage errors are printed as one line too.
+            code = app(args=own_arguments(argv), prog_name="qarl", standalone_mode=False)
     except UserError as error:
         _say(str(error), 2)
         raise SystemExit(2) from None

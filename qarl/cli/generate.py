@@ -98,11 +98,8 @@ def generate(
     found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
     arguments = template_object(chat_template_kwargs)
     wait_politely()
-    from qarl.inference.generate import (
-        GenerateOptions,
-        complete,
-        gather_texts,
-    )  # imports torch, so only once the target is known
+    # Imports torch, so only once the target is known.
+    from qarl.inference.generate import GenerateOptions, complete, gather_texts
     from qarl.terminal.run_console import RunConsole
 
     texts = gather_texts(prompt or [], prompt_file)

@@ -90,10 +90,7 @@ def last_record(path: Path) -> dict | None:
         with open_regular(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).splitlines()
-    except (
-        Unreadable,
-        OSError,
-    ):  # no file yet, or the directory was modified, which the member itself reports
+    except (Unreadable, OSError):  # no file yet, or a modified directory, which the member itself reports
         return None
     # The last line may be incomplete, and the first one lacks its beginning.
     return next((record for line in reversed(lines) if (record := parse_record(line, Metrics)) is not None), None)

@@ -190,9 +190,8 @@ class TrainProcess:
     """`qarl` in its own session, because this process forwards the terminal's Ctrl-C. Ends with this process."""
 
     def __init__(self, argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> None:
-        read, self._lifeline = (
-            os.pipe()
-        )  # never written; the kernel closes this end when the process ends for any reason
+        # Never written; the kernel closes this end when the process ends for any reason.
+        read, self._lifeline = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],
             env=os.environ | environment,

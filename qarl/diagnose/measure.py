@@ -161,14 +161,8 @@ def _changes(
     """
     what = "changes made by the step (deployed/*, code flips)"
     if not previous:
-        return (
-            {},
-            None,
-            [
-                f"{what}: no checkpoint of step {saved.step - 1}; set checkpoint.every: 1 and "
-                "checkpoint.keep_last: 0 to keep the checkpoint of every step"
-            ],
-        )
+        fix = "set checkpoint.every: 1 and checkpoint.keep_last: 0 to keep the checkpoint of every step"
+        return {}, None, [f"{what}: no checkpoint of step {saved.step - 1}; {fix}"]
     say(f"the sampler's arithmetic at the weights before step {saved.step}")
     try:
         before = policy.load(saved.step - 1)

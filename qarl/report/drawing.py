@@ -20,11 +20,8 @@ from qarl.report.blocks import BarChart, Chart, Histogram, LineChart, Scatter, S
 from qarl.report.formatting import number
 from qarl.utils.text import visible
 
-STYLES: tuple[Literal["-"] | tuple[float, tuple[float, float]], ...] = (
-    "-",
-    (0, (5, 1.6)),
-    (0, (1.2, 1.4)),
-)  # once all colours are used, repeat them dashed, then dotted
+# Once all colours are used, they repeat dashed, then dotted.
+STYLES: tuple[Literal["-"] | tuple[float, tuple[float, float]], ...] = ("-", (0, (5, 1.6)), (0, (1.2, 1.4)))
 STEPS = (1, 2, 5, 10)  # distance between ticks, times a power of ten
 LEGEND_ROW = 0.2  # inches
 WIDTH = 4.5  # inches; in a card of the page, a font size of 11 then renders at about 11 px
@@ -336,9 +333,8 @@ def _log_axis(axes: Axes, which: str, shown: np.ndarray) -> None:
 def _axis_labels(axes: Axes, x_label: str, y_label: str, colours: Colours) -> None:
     """Set axis labels. The y label is horizontal, above the axis: easier to read, and takes no width."""
     axes.set_xlabel(shortened(x_label, 56), color=colours.muted, fontsize=10.5)
-    axes.set_title(
-        shortened(y_label, 56), loc="left", y=1.0, color=colours.muted, fontsize=10.5
-    )  # fixed y, which skips matplotlib's search for a free position
+    # The fixed y skips matplotlib's search for a free position.
+    axes.set_title(shortened(y_label, 56), loc="left", y=1.0, color=colours.muted, fontsize=10.5)
 
 
 def _legend(figure: Figure, names: list[str], colours: Colours, dots: int) -> None:
