@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
 from qarl.checks.check import check_inputs
 from qarl.comparison.plan import MEMBERS, Member, check_overrides
 from qarl.config.load import key_place, read_yaml, validate
-from qarl.config.messages import Loc, capped, fault_lines, shown
+from qarl.config.messages import Loc, capped, shown, validated
 from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 from qarl.inputs.limits import ITEMS, NAME, SCORE, TEXT
@@ -116,10 +114,7 @@ def load_study(file: str) -> Study:
         UserError: It is invalid; one line per error.
     """
     data = read_yaml(file)
-    try:
-        study = Study.model_validate(data)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, Study, data, lambda loc: file))) from None
+    study = validated(Study, data, lambda loc: file)
     for name in (*study.variants, *study.profiles):
         if not _NAME.fullmatch(name):
             raise UserError(f"{file}: '{shown(name)}' names a directory; use letters, digits, . _ + and -, 100 at most")

@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import JsonValue, ValidationError
+from pydantic import JsonValue
 
-from qarl.config.messages import fault_lines
-from qarl.errors import UserError
+from qarl.config.messages import validated
 from qarl.inputs.limits import ITEMS, ROWS, SCORE, TEXT, TOKENS
 from qarl.inputs.section import Fault, Field, Name, PathName, Section
 
@@ -51,10 +50,7 @@ def template_argument_faults(arguments: Mapping[str, JsonValue]) -> Iterator[Fau
 def template_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Validate the arguments in --chat-template-kwargs. Raises UserError."""
     values = {"source": "task:arithmetic", "chat_template_kwargs": dict(arguments)}
-    try:
-        return DataConfig.model_validate(values).chat_template_kwargs
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, DataConfig, values, lambda loc: TEMPLATE_OPTION))) from None
+    return validated(DataConfig, values, lambda loc: TEMPLATE_OPTION).chat_template_kwargs
 
 
 class ChoicesConfig(Section):

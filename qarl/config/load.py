@@ -5,10 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from qarl.config.config import Config
-from qarl.config.messages import Loc, fault_lines
+from qarl.config.messages import Loc, validated
 from qarl.config.overrides import KeyPath, apply_overrides, override_keys
 from qarl.config.yaml_io import YAML_BYTES, parse_yaml
 from qarl.errors import UserError
@@ -64,10 +62,7 @@ def validate(data: dict[str, Any], place: Callable[[Loc], str]) -> Config:
     Raises:
         UserError: One line per fault, or the configuration with its defaults is too large to be read back.
     """
-    try:
-        config = Config.model_validate(data)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, Config, data, place))) from None
+    config = validated(Config, data, place)
     if len(json.dumps(data, default=str)) > SHORT:
         text = config.to_yaml()
         if (length := len(text.encode())) > YAML_BYTES:

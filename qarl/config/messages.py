@@ -1,32 +1,39 @@
-"""Convert a validation error to one line per fault: place, key, given value, and valid values."""
+"""Validate a section; an error has one line per fault: place, key, given value, and valid values."""
 
 import difflib
 import json
 import re
 import types
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
+from qarl.errors import UserError
+
 Loc = tuple[str | int, ...]
+M = TypeVar("M", bound=BaseModel)
 
 MOST_LINES = 20  # a list with a thousand wrong entries needs no line for each
 
 
-def fault_lines(
-    error: ValidationError, root: type[BaseModel], data: dict[str, Any], place: Callable[[Loc], str]
-) -> list[str]:
-    """One line per fault of `error`, capped at MOST_LINES plus a line with the number of further faults.
+def validated(model: type[M], data: dict[str, Any], place: Callable[[Loc], str]) -> M:
+    """Validate `data` as a section.
 
     Args:
-        error: The validation error.
-        root: The validated model.
-        data: Its input.
-        place: Returns where the value of a key was given (file or command line).
+        model: The section.
+        data: The parsed YAML.
+        place: Returns where the value of a key was given (file or command line), for messages.
+
+    Raises:
+        UserError: One line per fault, at most MOST_LINES and a line with the number of further ones.
     """
-    return capped([f"{place(loc)}: {line}" for loc, line in _lines(error, root, data)], place(()))
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        lines = [f"{place(loc)}: {line}" for loc, line in _lines(error, model, data)]
+        raise UserError("\n".join(capped(lines, place(())))) from None
 
 
 def capped(lines: list[str], place: str) -> list[str]:

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from qarl.checks.check_files import Unusable, look
 from qarl.config import EvaluationConfig
 from qarl.config.data import TEMPLATE_OPTION, template_arguments
 from qarl.config.evaluation_presets import PRESETS, unknown_preset
-from qarl.config.messages import Loc, fault_lines, shown
+from qarl.config.messages import Loc, shown, validated
 from qarl.errors import UserError
 from qarl.inference.target import Target
 from qarl.utils.text import visible
@@ -78,11 +76,7 @@ def evaluation_section(target: Target, request: Request) -> tuple[EvaluationConf
         "pass_at": None if request.pass_at is None else list(request.pass_at),
     }
     section |= {key: value for key, value in given.items() if value is not None}
-    try:
-        return EvaluationConfig.model_validate(section), notes
-    except ValidationError as error:
-        lines = fault_lines(error, EvaluationConfig, section, _option)
-        raise UserError("\n".join(lines)) from None
+    return validated(EvaluationConfig, section, _option), notes
 
 
 def prompting(target: Target, request: Request) -> dict[str, Any]:

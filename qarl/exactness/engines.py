@@ -6,12 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from pydantic import ValidationError
 from qarl_kernels.attention import PAGE
 
 from qarl.config import Config, RolloutConfig
-from qarl.config.messages import fault_lines
-from qarl.errors import UserError
+from qarl.config.messages import validated
 from qarl.exactness.request import SAMPLES, Round, Sizes
 from qarl.inference.opening import Opened
 from qarl.policy.trace import Tracer
@@ -114,7 +112,4 @@ def _config(opened: Opened, sizes: Sizes, rollout: RolloutConfig) -> Config:
         "reward": {"functions": [{"name": "exact"}]},
         "train": {"steps": 1},
     }
-    try:
-        return Config.model_validate(given)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, Config, given, lambda loc: "--engine vllm"))) from None
+    return validated(Config, given, lambda loc: "--engine vllm")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import ValidationError
 from qarl_formats.checkpoints import CheckpointFormat, CompressedTensors
 from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import Scheme
@@ -14,7 +13,7 @@ from qarl_formats.scheme import Scheme
 from qarl.checks.check import check_model
 from qarl.config import Config, ModelConfig, QuantConfig
 from qarl.config.architecture import read_config_json
-from qarl.config.messages import fault_lines
+from qarl.config.messages import validated
 from qarl.config.quant import OF_TRAINING, Init
 from qarl.config.weight_files import CONFIG, stored_format
 from qarl.errors import UserError
@@ -251,17 +250,11 @@ def _run_target(
 
 
 def _model(values: dict[str, Any]) -> ModelConfig:
-    try:
-        return ModelConfig.model_validate(values)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, ModelConfig, values, lambda loc: "TARGET"))) from None
+    return validated(ModelConfig, values, lambda loc: "TARGET")
 
 
 def _quant(values: dict[str, Any]) -> QuantConfig:
-    try:
-        return QuantConfig.model_validate(values)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, QuantConfig, values, _option))) from None
+    return validated(QuantConfig, values, _option)
 
 
 def _option(loc: tuple[int | str, ...]) -> str:

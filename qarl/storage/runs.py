@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from qarl.config import Config
-from qarl.config.messages import fault_lines
+from qarl.config.messages import validated
 from qarl.config.yaml_io import parse_yaml
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable, read_lines, read_text
@@ -154,10 +154,7 @@ def read_run_config(run_dir: Path) -> Config:
         raise UserError(f"{error}; restore it, or give another run") from error
     if not isinstance(data, dict):
         raise UserError(f"{file}: holds no configuration; restore it, or give another run")
-    try:
-        return Config.model_validate(data)
-    except ValidationError as error:
-        raise UserError("\n".join(fault_lines(error, Config, data, lambda loc: str(file)))) from None
+    return validated(Config, data, lambda loc: str(file))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
