@@ -52,7 +52,7 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
     faults = [*file_faults(config), *task_faults(config)]
     inspection = Inspection(None)
     try:
-        inspection = _inspect(config.model)
+        inspection = check_model(config.model)
     except UnusableModel as error:
         faults.append(Fault(("model", error.key), error.value, error.text))
     if inspection.architecture is not None:
@@ -87,14 +87,7 @@ def _refuse(faults: list[Fault], file: str, overrides: list[str]) -> None:
 
 
 def check_model(model: ModelConfig) -> Inspection:
-    """Check that a model exists, and read its architecture if it is on this machine. Raises UserError with one line."""
-    try:
-        return _inspect(model)
-    except UnusableModel as error:
-        raise UserError(f"model.{error.key}: '{visible(str(error.value))}': {visible(error.text)}") from error
-
-
-def _inspect(model: ModelConfig) -> Inspection:
+    """Check that a model exists, and read its architecture if it is on this machine. Raises UnusableModel."""
     if model.path.startswith(PREFIX):
         return _read(model, package_gguf(model))
     path, found = _look("path", model.path)

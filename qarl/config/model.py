@@ -5,9 +5,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from qarl.errors import UserError
 from qarl.inputs.limits import TOKENS
 from qarl.inputs.paths import NAME_BYTES
 from qarl.inputs.section import Fault, Field, Name, PathName, Section, path_faults
+from qarl.utils.text import visible
 
 PREFIX = "package:"  # of a model in an installed pip package that contains a GGUF file
 
@@ -63,11 +65,11 @@ class ModelConfig(Section):
                 yield self.fault("revision", "only a hub model has revisions; leave null for a package")
 
 
-class UnusableModel(Exception):
+class UnusableModel(UserError):
     """A model that cannot be used as configured. key, value: The key of the `model` section and its value."""
 
     def __init__(self, key: str, value: str, text: str) -> None:
-        super().__init__(text)
+        super().__init__(f"model.{key}: '{visible(value)}': {visible(text)}")
         self.key, self.value, self.text = key, value, text
 
 

@@ -17,7 +17,7 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
-from qarl.config.model import PREFIX, UnusableModel, package_gguf
+from qarl.config.model import PREFIX, package_gguf
 from qarl.errors import UserError
 from qarl.inputs.library_errors import foreign_errors, quiet_loading
 from qarl.inputs.paths import path_errors, user_path
@@ -86,10 +86,7 @@ class ModelSource:
 def locate(config: ModelConfig) -> ModelSource:
     """Resolve `model.path`: a directory, a hub name, or `package:NAME` (an installed package with one GGUF file)."""
     if config.path.startswith(PREFIX):
-        try:
-            file = package_gguf(config)
-        except UnusableModel as error:
-            raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+        file = package_gguf(config)
         return ModelSource(str(file.parent), file.name)
     directory, gguf = user_path(config.path, "model.path"), config.gguf_file
     with path_errors(f"model.path: '{config.path}'"):

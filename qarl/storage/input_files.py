@@ -16,12 +16,11 @@ from typing import Any
 from qarl.config import Config
 from qarl.config.data import DataConfig
 from qarl.config.evaluation import EvalTask
-from qarl.config.model import PREFIX, ModelConfig, UnusableModel, package_gguf
+from qarl.config.model import PREFIX, ModelConfig, package_gguf
 from qarl.config.quant import PROMPTS, PYTHON_DOCS
 from qarl.data.files import split_files
 from qarl.data.sources import is_local
 from qarl.data.tasks import generate
-from qarl.errors import UserError
 from qarl.inputs.files import Unreadable, file_sha256, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
@@ -117,10 +116,7 @@ def _model_files(model: ModelConfig, weights: bool) -> Iterator[tuple[str, Path 
     """Yield (name, file or identity) for the files that the loaders of weights and tokenizer read."""
     place = "model.path"
     if model.path.startswith(PREFIX):
-        try:
-            file = package_gguf(model)
-        except UnusableModel as error:
-            raise UserError(f"model.{error.key}: '{error.value}': {error.text}") from error
+        file = package_gguf(model)
         yield f"{place}: {file.name}", file
         return
     directory = user_path(model.path, place)
