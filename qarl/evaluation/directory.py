@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from qarl.evaluation.records import append_rows, keep_rows, read_rows
 from qarl.evaluation.results import CompletionRow, Row
 from qarl.inputs.json import read_json_object
 from qarl.storage.config_difference import config_difference
-from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds, require_output
+from qarl.storage.disk import atomic_write_text, disk_errors, remove_empty, require_kinds, require_output
 from qarl.storage.lock import release_lock, take_lock
 
 PLACE = "--out"
@@ -103,9 +102,7 @@ class ResultsDirectory:
         if self._lock is not None:
             if self._created:
                 shutil.rmtree(self.path, ignore_errors=True)
-                with suppress(OSError):  # stops at the first that is not empty
-                    for folder in self._created[1:]:
-                        folder.rmdir()
+                remove_empty(self._created[1:])
             release_lock(self._lock)
             self._lock = None
 

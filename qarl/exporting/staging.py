@@ -4,11 +4,11 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from qarl.errors import UserError
-from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, require_output
+from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, remove_empty, require_output
 
 
 def require_vacant(out: Path) -> None:
@@ -61,9 +61,7 @@ def staged(out: Path) -> Iterator[Path]:
                 shutil.rmtree(hidden, ignore_errors=True)  # exists only if something above failed
                 os.close(lock)
     finally:
-        with suppress(OSError):  # innermost first, up to the first that is in use
-            for folder in created:
-                folder.rmdir()
+        remove_empty(created)
 
 
 def _claim(hidden: Path, out: Path) -> int:

@@ -4,7 +4,7 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -183,7 +183,7 @@ def write_together(files: Mapping[Path, bytes], place: str) -> None:
             for path, data in files.items():
                 for directory in reversed([d for d in (path.parent, *path.parent.parents) if not d.exists()]):
                     directory.mkdir(exist_ok=True)
-                    undo.callback(_remove_if_empty, directory)
+                    undo.callback(remove_empty, [directory])
                 temporaries[path] = _written(path, data, undo)
             for path, temporary in temporaries.items():
                 os.replace(temporary, path)
@@ -194,9 +194,11 @@ def write_together(files: Mapping[Path, bytes], place: str) -> None:
         raise _refusal(path, sum(map(len, files.values())), place, error) from error
 
 
-def _remove_if_empty(directory: Path) -> None:
-    with suppress(OSError):  # somebody else wrote there
-        directory.rmdir()
+def remove_empty(directories: Iterable[Path]) -> None:
+    """Remove directories, innermost first, up to the first that is not empty or missing."""
+    with suppress(OSError):
+        for directory in directories:
+            directory.rmdir()
 
 
 def _written(path: Path, data: bytes, undo: ExitStack) -> Path:

@@ -41,7 +41,7 @@ from qarl.errors import UserError
 from qarl.inputs.files import read_text
 from qarl.inputs.paths import path_errors
 from qarl.storage.config_difference import config_difference
-from qarl.storage.disk import atomic_write_text, disk_errors, require_kinds
+from qarl.storage.disk import atomic_write_text, disk_errors, remove_empty, require_kinds
 from qarl.storage.environment import describe_environment, environment_changes
 from qarl.storage.history import HISTORY, History, began_after, ranks_after, read_history, write_history
 from qarl.storage.input_files import changed_while_training, input_files
@@ -180,9 +180,9 @@ class RunDirectory:
         for entry in self.path.iterdir():
             if _OF_A_RANK.fullmatch(entry.name) and entry.is_dir():
                 _clear(entry)
-                _remove_empty([entry])
+                remove_empty([entry])
         _clear(self.path)
-        _remove_empty(self._created)
+        remove_empty(self._created)
 
     def __enter__(self) -> RunDirectory:
         return self
@@ -208,7 +208,7 @@ def _claim(config: Config, resume: str) -> tuple[int, list[Path]]:
         except BaseException:
             if lock is not None:
                 release_lock(lock)
-            _remove_empty(created)
+            remove_empty(created)
             raise
     return lock, created
 
@@ -258,13 +258,6 @@ def begun_configuration(path: Path) -> Config | None:
         return read_run_config(path) if path.is_dir() and _results(path) else None
     except (UserError, OSError):
         return None
-
-
-def _remove_empty(folders: list[Path]) -> None:
-    """Remove empty directories, innermost first, up to the first that is missing or in use."""
-    with suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
 
 
 def _check_usable(path: Path, config: Config, resume: str) -> None:
