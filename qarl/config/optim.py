@@ -22,10 +22,13 @@ class OptimConfig(Section):
 
     name: Literal["adamw", "muon"] = Field(
         "adamw",
-        description="Optimizer. muon applies to the matrices of the layers; embeddings, norms and biases use AdamW.",
+        description="Optimizer. muon applies to the matrices of the layers, and embeddings, norms, biases and routers "
+        "use AdamW. Its updates are scaled by 0.2 sqrt(max(N, K)), to the size of AdamW's.",
     )
     lr: float = Field(1e-6, gt=0, le=LEARNING_RATE, description="Peak learning rate.")
-    weight_decay: float = Field(0.01, ge=0, le=FACTOR, description="Decoupled weight decay.")
+    weight_decay: float = Field(
+        0.01, ge=0, le=FACTOR, description="Decoupled weight decay of matrices; norms and biases have none."
+    )
     betas: tuple[Beta, Beta] = Field(
         (0.9, 0.999), strict=False, description="Decay rates of AdamW's first and second moments."
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import string
 from dataclasses import dataclass
 from datetime import datetime
@@ -213,7 +214,7 @@ def conversation_of(prompt: str | list[Message], index: int, place: str, config:
 
 def arguments_of(rows: list[Row], places: list[str], config: DataConfig, template: Any) -> list[Arguments]:
     """Return the arguments of the chat template per row, without tools if `data.prompt_template` writes them itself."""
-    named = "{tools" not in (config.prompt_template or "")
+    named = re.search(r"\{tools\b", config.prompt_template or "") is None
     return [
         row_arguments(row.get("tools") if named else None, row.get("chat_template_kwargs"), place, template)
         for row, place in zip(rows, places, strict=True)
