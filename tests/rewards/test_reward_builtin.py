@@ -112,7 +112,7 @@ def test_reasoning_gym_scores_with_the_options_of_the_task(reasoning_gym):
     ("function", "options", "message"),
     [
         (exact, {"column": "gold"}, "no data column `gold`; available: answer, other"),
-        (math, {"timeout_s": 0.5}, "timeout_s must be a whole number"),
+        (math, {"timeout_s": 0.5}, "timeout_s must be at least 1"),
         (regex, {"pattern": "("}, "is not a regular expression"),
         (regex, {"pattern": "a", "group": 1}, "group 1 is not in the pattern"),
         (length, {"unit": "lines"}, "unit must be chars, words or tokens, got 'lines'"),
