@@ -51,7 +51,8 @@ def greedy(opened: Opened, prompts: Sequence[Prompt], max_tokens: int) -> Readin
 
 def read_native(checkpoint: Path, prompts: Sequence[Prompt], max_tokens: int, device: str) -> Reading:
     """Read with qarl's engine. Digests are not checked, so that a changed file shows in the log-probs."""
-    opened = open_policy(resolve_target(str(checkpoint), verify_digests=False), device=device)
+    target = resolve_target(str(checkpoint), quant={"kv_cache_dtype": "auto"}, verify_digests=False)
+    opened = open_policy(target, device=device)
     try:
         return greedy(opened, prompts, max_tokens)
     finally:

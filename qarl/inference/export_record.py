@@ -7,6 +7,7 @@ Format 2:
      "config": {...}, "generation_config": {...},    config.json and generation_config.json by value
      "files": {"tokenizer.json": {"bytes": ..., "sha256": ...}},    tokenizer and chat template
      "prompting": {...},    see `Prompting`; null if no run was exported
+     "quant": {...},    the `quant` section, without keys that only matter in training
      ...,    provenance of the tensors: see `qarl.exporting.writer`
      "sha256": of everything above}
 
@@ -87,6 +88,7 @@ class _Whole(_Tensors):
     generation_config: dict[str, Any]
     files: dict[str, FileDigest]
     prompting: Prompting | None
+    quant: dict[str, Any] = Field({})
     sha256: Sha256
 
 
@@ -97,6 +99,7 @@ class ExportRecord:
         path: The file.
         tensors: Digests of the stored tensors by name.
         prompting: How the run was prompted; None if there was no run, and for format 1.
+        kv_cache_dtype: `quant.kv_cache_dtype` of the run; None for format 1.
     """
 
     def __init__(self, path: Path, contents: Mapping[str, Any], skip: str) -> None:
@@ -106,6 +109,7 @@ class ExportRecord:
         self._whole = None if version == 1 else checked(_Whole, contents, str(path))
         self.tensors = (self._whole or checked(_Tensors, contents, str(path))).tensors
         self.prompting = None if self._whole is None else self._whole.prompting
+        self.kv_cache_dtype = None if self._whole is None else self._whole.quant.get("kv_cache_dtype")
 
     def check_documents(self) -> None:
         """Compare config.json, generation_config.json and the tokenizer's files with the record.

@@ -107,7 +107,8 @@ def resolve_target(
         step: Checkpoint of a run. Default: the newest.
         quant: `quant.*` keys that replace the run's, or a model's default (scheme bf16). A quantized checkpoint is
             opened in its own scheme by default, and from its values if keys other than `kv_cache_dtype` are given. The
-            default `scale_dtype` of a scheme with the same kind of weights is then the file's.
+            default `scale_dtype` of a scheme with the same kind of weights is then the file's. The default
+            `kv_cache_dtype` of an export is that of its run.
         model: Path of a run's base model, if it moved.
         verify_digests: Compare an exported directory with its qarl_export.json: configuration and tokenizer now,
             tensors when they are read.
@@ -137,6 +138,8 @@ def resolve_target(
     record = read_export_record(path)
     if record is not None and verify_digests:
         record.check_documents()
+    if record is not None:  # config.json does not have it
+        quant = given(kv_cache_dtype=record.kv_cache_dtype) | dict(quant or {})
     check_model(base)
     stored = stored_format(path)
     kind: Literal["export", "model"] = "model"

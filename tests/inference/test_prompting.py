@@ -36,7 +36,7 @@ def placed(tiny_model, tmp_path):
         run.mkdir(parents=True)
         config = plain_settings(
             model={"path": str(tiny_model())},
-            quant={"scheme": "w8a8"},
+            quant={"scheme": "w8a8", "kv_cache_dtype": "fp8"},
             data=data,
             rollout=rollout or {},
             train={"steps": 2, "run_dir": str(run)},
@@ -73,6 +73,7 @@ def test_generate_and_eval_prompt_as_the_run_did(placed, data, options, text):
         found = prompting(resolve_target(str(place)), Request(data=("gsm8k",), **options))
         system = "count" if text == SYSTEM else None
         assert (found["chat_template"], found["system_prompt"]) == (text != TEXT, system), place
+        assert target.quant.kv_cache_dtype == "fp8", place
         own = prompting(resolve_target(str(place)), Request(**options))
         assert own.keys() <= {"chat_template", "system_prompt"} and ("chat" in options) == ("chat_template" in own)
 
