@@ -8,7 +8,7 @@ from qarl.inputs.json import flatten
 from qarl.storage.config_difference import config_difference
 from qarl.storage.input_files import UNKNOWN, changed_names, present_inputs
 from qarl.storage.runs import RunRecord
-from qarl.utils.text import shown_names
+from qarl.utils.text import first_few
 
 SHOWN = 4  # maximum number of names per line
 _SCHEDULE = ("every", "before_training", "at_end")  # keys of `evaluation` that do not affect values
@@ -37,9 +37,9 @@ def input_fault(record: RunRecord, config: Config) -> Fault | None:
     recorded = recorded_inputs(record)
     used = recorded.get("changed")
     if isinstance(used, list) and used:
-        return Fault(f"the run used several versions of {shown_names(used, SHOWN)}", "train it again")
+        return Fault(f"the run used several versions of {first_few(used, SHOWN)}", "train it again")
     if names := changed_names(recorded, present_inputs(config, list(recorded))):
-        return Fault(f"{shown_names(names, SHOWN)} changed since the run was trained", "restore that")
+        return Fault(f"{first_few(names, SHOWN)} changed since the run was trained", "restore that")
     evaluated = record.state == "finished" and record.evaluations
     if evaluated and (lines := config_difference(_evaluation(record.config), _evaluation(config))):
         return Fault(f"its evaluations have other settings ({'; '.join(lines[:3])})", "restore these values")
@@ -55,7 +55,7 @@ def unknown_inputs(record: RunRecord) -> str | None:
     if not isinstance(files, dict):
         return "an older qarl recorded no digests of files, so it is unknown whether model and data are the same"
     unknown = [name for name, identity in files.items() if identity == UNKNOWN]
-    return f"it is unknown whether {shown_names(unknown, SHOWN)} is the same" if unknown else None
+    return f"it is unknown whether {first_few(unknown, SHOWN)} is the same" if unknown else None
 
 
 def recorded_inputs(record: RunRecord) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
     lines = []
     if differences:
         lines.append(
-            f"the runs were made from different inputs: {shown_names(differences, SHOWN)}; comparison.json has all of "
+            f"the runs were made from different inputs: {first_few(differences, SHOWN)}; comparison.json has all of "
             "them (input_differences)"
         )
     unknown: dict[str, list[str]] = {}
@@ -103,9 +103,9 @@ def notices(records: Mapping[str, RunRecord], differences: Mapping[str, Any]) ->
         if line := unknown_inputs(record):
             unknown.setdefault(line, []).append(name)
         if record.damaged and record.state != "running":  # a running one may be writing its last line
-            files = shown_names(record.damaged, SHOWN)
+            files = first_few(record.damaged, SHOWN)
             lines.append(f"{name}: unreadable lines of {files} are left out of its numbers")
-    return lines + [f"{shown_names(names, SHOWN)}: {line}" for line, names in unknown.items()]
+    return lines + [f"{first_few(names, SHOWN)}: {line}" for line, names in unknown.items()]
 
 
 def _comparable(inputs: dict[str, Any]) -> dict[str, Any]:

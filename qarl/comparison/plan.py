@@ -26,6 +26,7 @@ from qarl.config.overrides import apply_overrides, override_keys
 from qarl.errors import UserError
 from qarl.storage.config_difference import config_difference
 from qarl.storage.runs import RunRecord, read_run
+from qarl.utils.text import first_few
 
 MEMBERS = 1000  # maximum per comparison
 UNQUANTIZED = "bf16"
@@ -233,9 +234,8 @@ def _check_same(own: RunRecord, member: Member) -> None:
     assert member.config is not None
     difference = _difference(own, member.config)
     if difference:
-        more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
         raise UserError(
-            f"{own.path}: holds a run of another configuration ({'; '.join(difference[:3])}{more}); "
+            f"{own.path}: holds a run of another configuration ({first_few(difference, separator='; ')}); "
             "choose another --out, or restore these values"
         )
     if own.step > member.config.train.steps:

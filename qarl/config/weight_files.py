@@ -19,7 +19,7 @@ from qarl.errors import UserError
 from qarl.inputs.json import json_kind, read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, StoredTensor, require_index, stored_tensors
-from qarl.utils.text import shown_names
+from qarl.utils.text import first_few
 
 CONFIG = "config.json"
 ANOTHER = "give another checkpoint"
@@ -208,9 +208,9 @@ def _difference(
     types = [name for name in both if held[name][1] not in wanted[name].dtypes]
     faults = []
     if missing:
-        faults.append(f"{len(missing):,} missing ({shown_names(missing)})")
+        faults.append(f"{len(missing):,} missing ({first_few(missing)})")
     if extra:
-        faults.append(f"{len(extra):,} that it does not have ({shown_names(extra)})")
+        faults.append(f"{len(extra):,} that it does not have ({first_few(extra)})")
     if shapes:
         name = shapes[0]
         faults.append(

@@ -134,16 +134,8 @@ class RunPolicy:
         """`Passes.gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
         config = self.config
         minibatch = self._batch(saved).minibatches(config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
-        live = minibatch.where(lambda advantage: advantage != 0)
-        return Passes(
-            self.policy,
-            live.micro_batches(config.train.micro_batch_tokens),
-            minibatch.tokens,
-            self.truncation,
-            config.train.logprob_chunk,
-            config.diagnostic_loss_scale,
-            build_objective(config.objective, config.correction).band,
-        ).gram()
+        band = build_objective(config.objective, config.correction).band
+        return Passes.of_run(config, self.policy, minibatch, self.truncation, band).gram()
 
     def _packed(self, saved: SavedStep, forward: Callable[..., Tensor]) -> Tensor:
         batch, chunk = self._batch(saved), self.config.train.logprob_chunk

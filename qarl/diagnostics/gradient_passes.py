@@ -22,6 +22,7 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.batch.batch import Part
+from qarl.config import Config
 from qarl.objectives.base import Band
 from qarl.objectives.common import Constants, TokenLogProbs, clamped_exp, log_ratio
 from qarl.objectives.objective import Objective
@@ -74,6 +75,16 @@ class Passes:
         # Log-probs per micro-batch of the first forward of shadow and learner; an aligned learner shares one list.
         shadow: list[Tensor] = []
         self.logp = {True: shadow, False: shadow if self.policy.aligned else []}
+
+    @classmethod
+    def of_run(
+        cls, config: Config, policy: Policy, minibatch: Part, truncation: Truncation, band: Band | None
+    ) -> Passes:
+        """Passes over a minibatch of a run, without responses of advantage 0, which have no gradient."""
+        train = config.train
+        parts = minibatch.where(lambda advantage: advantage != 0).micro_batches(train.micro_batch_tokens)
+        scale = config.diagnostic_loss_scale
+        return cls(policy, parts, minibatch.tokens, truncation, train.logprob_chunk, scale, band)
 
     def gram(self) -> Tensor:
         """Compute the inner products of the gradients A to F.

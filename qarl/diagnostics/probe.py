@@ -133,20 +133,11 @@ class Probe(Observer):
 
     def _gradients(self, minibatch: Part) -> None:
         """Run the additional backwards at the weights of the step's first minibatch."""
-        train = self.config.train
-        passes = Passes(
-            self.policy,
-            minibatch.where(lambda advantage: advantage != 0).micro_batches(train.micro_batch_tokens),
-            minibatch.tokens,
-            self.truncation,
-            train.logprob_chunk,
-            self.config.diagnostic_loss_scale,
-            self.objective.band,
-        )
+        passes = Passes.of_run(self.config, self.policy, minibatch, self.truncation, self.objective.band)
         if "gradients" in self.due:
             self.metrics |= gradient_metrics(passes.gram())
             totals = Totals(len(minibatch), minibatch.tokens, self.config.rollout.max_response_length)
-            parts = minibatch.micro_batches(train.micro_batch_tokens)
+            parts = minibatch.micro_batches(self.config.train.micro_batch_tokens)
             gram, self.gradient_signs = trained_gram(passes, self.objective, parts, totals)
             self.metrics |= trained_metrics(gram)
         if "backward" in self.due:

@@ -20,6 +20,7 @@ from qarl.inputs.json import read_json_object
 from qarl.storage.config_difference import config_difference
 from qarl.storage.disk import atomic_write_text, disk_errors, remove_empty, require_kinds, require_output
 from qarl.storage.lock import release_lock, take_lock
+from qarl.utils.text import first_few
 
 PLACE = "--out"
 _BUSY = f"in use by another evaluation; wait until it ends, or choose another {PLACE}"
@@ -138,6 +139,6 @@ def _require_same(path: Path, identity: dict[str, Any]) -> None:
     difference = config_difference({key: theirs[key] for key in identity}, identity)
     if difference:
         raise UserError(
-            f"{path}: holds the results of another evaluation ({'; '.join(difference[:3])}); "
+            f"{path}: holds the results of another evaluation ({first_few(difference, separator='; ')}); "
             f"choose another {PLACE}, or restore these values"
         )

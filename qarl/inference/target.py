@@ -22,7 +22,7 @@ from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import StoredTensor, stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
-from qarl.utils.text import shown_names
+from qarl.utils.text import first_few
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _check_there(name: str, path: Path) -> None:
     if "/" not in name or path.exists():
         return
     if runs := sorted(other.parent.name for other in path.parent.glob("*/config.yaml")):
-        raise UserError(f"{name}: no such run; {path.parent} holds {shown_names(runs, 5)}")
+        raise UserError(f"{name}: no such run; {path.parent} holds {first_few(runs, 5)}")
 
 
 def _run_of(path: Path) -> tuple[Path | None, Path | None]:

@@ -27,7 +27,7 @@ from qarl.policy.modules import check_family
 from qarl.policy.skeleton import ATTENTION, check_rotary, skeleton
 from qarl.policy.source import ModelSource, from_pretrained, kept, locate
 from qarl.policy.stored_weights import StoredWeights
-from qarl.utils.text import shown_names
+from qarl.utils.text import first_few
 
 _ROWS = 4096  # rows of an embedding that are compared at a time
 _JSON_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json")
@@ -227,6 +227,6 @@ def _require_loaded(place: str, info: Mapping[str, Any]) -> None:
     for key in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := sorted(map(str, info[key])):
             raise UserError(
-                f"{place}: {len(names):,} weights are {key.removesuffix('_keys')} ({shown_names(names)}); "
+                f"{place}: {len(names):,} weights are {key.removesuffix('_keys')} ({first_few(names)}); "
                 "restore the model's own files"
             )

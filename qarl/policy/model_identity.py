@@ -21,6 +21,7 @@ from qarl.inputs.paths import path_errors
 from qarl.policy.load_config import stop_token_ids
 from qarl.storage.input_files import input_name
 from qarl.storage.saved_state import Inputs, ModelFiles, PolicyState
+from qarl.utils.text import first_few
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 # Fields of a resolved configuration that do not change a policy's forward. A new field of transformers counts as one
@@ -98,8 +99,7 @@ def changed_inputs(then: PolicyState, now: Inputs) -> list[tuple[str, str]]:
     for file, values in now.files.items():
         differences = value_differences(then.model_files.get(file, values), values)
         if differences:
-            more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
-            changed.append(("model", f"model.path: {file}: {', '.join(differences[:4])}{more}"))
+            changed.append(("model", f"model.path: {file}: {first_few(differences, 4)}"))
     for kind, here in now.digests.items():
         there = then.inputs.get(kind, here)
         names = [part for part in here if part in there] if kind == "model" else {**there, **here}

@@ -47,6 +47,7 @@ from qarl.storage.history import HISTORY, History, began_after, ranks_after, rea
 from qarl.storage.input_files import changed_while_training, input_files
 from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import EVALUATIONS, METRICS, read_run_config
+from qarl.utils.text import first_few
 
 WAIT_SECONDS = 10.0  # for a file to become visible to other nodes on a network file system
 
@@ -292,9 +293,8 @@ def _check_usable(path: Path, config: Config, resume: str) -> None:
         raise UserError(f"{error}; restore it, or choose another train.run_dir") from error
     difference = config_difference(theirs, parse_yaml(config.to_yaml(), "configuration"))
     if difference:
-        more = f" and {len(difference) - 3} more" if len(difference) > 3 else ""
         raise UserError(
-            f"{path}: holds a run of another configuration ({'; '.join(difference[:3])}{more}); "
+            f"{path}: holds a run of another configuration ({first_few(difference, separator='; ')}); "
             "choose another train.run_dir, or restore these values"
         )
     if resume == "never":

@@ -20,8 +20,8 @@ def visible(text: str, keep_newlines: bool = False) -> str:
     )
 
 
-def shown_names(names: Iterable[object], most: int = 3) -> str:
-    """Format the first few names and the number of the others."""
-    texts = list(map(str, names))
+def first_few(items: Iterable[object], most: int = 3, separator: str = ", ") -> str:
+    """Format the first few items and the number of the others."""
+    texts = list(map(str, items))
     more = f" and {len(texts) - most:,} more" if len(texts) > most else ""
-    return ", ".join(texts[:most]) + more
+    return separator.join(texts[:most]) + more
