@@ -43,21 +43,21 @@ def column_values(columns: dict[str, list], name: str) -> list:
     return columns[name]
 
 
-def ground_truths(columns: dict[str, list], name: str) -> list:
-    """Return one data column of answers.
+def ground_truths(columns: dict[str, list], name: str, objects: bool = False) -> list:
+    """Return one data column of answers. objects: an answer may be an object, such as the tests of a program.
 
     Raises:
         ValueError: An answer is null, NaN or an object, so that every response would score 0.
     """
     answers = column_values(columns, name)
     for answer in answers:
-        if answer is None or isinstance(answer, dict) or answer != answer:  # NaN differs from itself
-            what = (
-                f"an object with {', '.join(map(str, answer))}; name one in data.columns"
-                if isinstance(answer, dict)
-                else answer
+        if answer is None or answer != answer:  # NaN differs from itself
+            raise ValueError(f"the data's column `{name}` has no answer in this row ({answer or 'null'})")
+        if isinstance(answer, dict) and not objects:
+            fields = ", ".join(map(str, answer))
+            raise ValueError(
+                f"the data's column `{name}` has no answer in this row; name one of {fields} in data.columns"
             )
-            raise ValueError(f"the data's column `{name}` has no answer in this row ({what or 'null'})")
     return answers
 
 

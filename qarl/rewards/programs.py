@@ -116,8 +116,8 @@ def code(
     check_tags(think_tags)
     _check(timeout_s, memory_mib, parallel, max_tests, isolation)
     names = [column] if isinstance(column, str) else list(column)
-    rows = list(zip(*(ground_truths(columns, name) for name in names), strict=True))
-    details = [None] * len(rows) if metadata_column is None else ground_truths(columns, metadata_column)
+    rows = list(zip(*(ground_truths(columns, name, objects=True) for name in names), strict=True))
+    details = [None] * len(rows) if metadata_column is None else ground_truths(columns, metadata_column, objects=True)
     require_sandbox(isolation)
     limits = Limits(wall_s=timeout_s, cpu_s=max(1, round(timeout_s)), memory_bytes=memory_mib << 20)
     jobs = []
