@@ -42,7 +42,9 @@ def input_fault(record: RunRecord, config: Config) -> Fault | None:
         return Fault(f"{first_few(names, SHOWN)} changed since the run was trained", "restore that")
     evaluated = record.state == "finished" and record.evaluations
     if evaluated and (lines := config_difference(_evaluation(record.config), _evaluation(config))):
-        return Fault(f"its evaluations have other settings ({'; '.join(lines[:3])})", "restore these values")
+        return Fault(
+            f"its evaluations have other settings ({first_few(lines, separator='; ')})", "restore these values"
+        )
     return None
 
 

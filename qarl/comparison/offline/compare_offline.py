@@ -107,7 +107,7 @@ def compare_offline(
     title = f"Schemes of {base.name}" + (", FP8 KV cache" if cache == "fp8" else "")
     record = Record(out, settings, title, command_line(), describe_environment(SEED))
     members = {name: record.member(name) for name in targets}
-    record.save(list(members.values()))
+    result = record.save(list(members.values()))
     missing = [name for name, member in members.items() if member["state"] == "pending"]
     for name, member in members.items():
         if member["state"] == "finished":
@@ -115,16 +115,14 @@ def compare_offline(
     if missing:
         say(f"opening {model}")
         bench = Bench(
-            *(targets, base, open_masters(base), windows, speed, where, SEED, out / "reference.safetensors", say),
-            policies,
+            targets, base, open_masters(base), windows, speed, where, SEED, out / "reference.safetensors", say, policies
         )
         for member in measure(bench, missing):
             if member["state"] == "finished":
                 record.keep(member)
                 say(member_line(member))
             members[member["name"]] = member
-            record.save(list(members.values()))
-    result = record.save(list(members.values()))
+            result = record.save(list(members.values()))
     write_page_and_plots(out, result)
     print_results(result["members"])
     say(f"page: {out / 'comparison.html'}")
