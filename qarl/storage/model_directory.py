@@ -63,6 +63,7 @@ def name_older_class(tokenizer: PreTrainedTokenizerBase, directory: Path, base_c
     if isinstance(extra := values.get("extra_special_tokens"), list):
         del values["extra_special_tokens"]
         values["additional_special_tokens"] = extra
+    values.setdefault("model_input_names", tokenizer.model_input_names)  # 4's default has token_type_ids
     for name in (base_class, TOKENIZER_CLASS_4):
         if name in (None, TOKENIZER_CLASS_5):
             continue

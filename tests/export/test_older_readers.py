@@ -28,6 +28,7 @@ def test_the_tokenizer_has_a_class_that_transformers_4_knows(base_class, tiny_mo
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] in ("PreTrainedTokenizerFast", base_class)
     assert written["tokenizer_class"] != "TokenizersBackend" and "extra_special_tokens" not in written
+    assert written["model_input_names"] == ["input_ids", "attention_mask"]  # its generate refuses token_type_ids
     again = AutoTokenizer.from_pretrained(tmp_path)
     assert again.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     assert again.all_special_tokens == tokenizer.all_special_tokens
