@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from qarl.errors import UserError
-from qarl.rewards.responses import THINK_TAGS, after_thinking, answer_block, check_tags
+from qarl.rewards.responses import THINK_TAGS, after_thinking, answer_block, check_tags, leaves_open
 
 BUILTINS = {
     "choice": "qarl.rewards.builtin:choice",
@@ -297,9 +297,15 @@ def format(
     pattern: str = ONE_ANSWER,
     **columns: list,
 ) -> list[float]:
-    """Score 1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines), else 0."""
+    """Score 1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines), else 0.
+
+    With the default pattern, `<think>` at the end of the prompt counts as the completion's.
+    """
     compiled = _compile(pattern, re.DOTALL)
-    return [float(compiled.fullmatch(completion.strip()) is not None) for completion in completions]
+    own = pattern == ONE_ANSWER
+    begun = [THINK_TAGS[0] if own and leaves_open(prompt, *THINK_TAGS) else "" for prompt in prompts]
+    responses = [begin + completion.strip() for begin, completion in zip(begun, completions, strict=True)]
+    return [float(compiled.fullmatch(response) is not None) for response in responses]
 
 
 def _compile(pattern: str, flags: int = 0) -> re.Pattern[str]:

@@ -45,12 +45,12 @@ def after_thinking(completion: str, prompt: str, tags: Sequence[str] | None) -> 
         return completion
     opening, closing = tags
     _, closed, rest = completion.rpartition(closing)
-    if opening in rest or (not closed and _leaves_open(prompt, opening, closing)):
+    if opening in rest or (not closed and leaves_open(prompt, opening, closing)):
         return None
     return rest
 
 
-def _leaves_open(prompt: str, opening: str, closing: str) -> bool:
+def leaves_open(prompt: str, opening: str, closing: str) -> bool:
     """Return whether the last turn of the prompt opens a think block without closing it."""
     _, opened, rest = prompt.rpartition(opening)
     return bool(opened) and closing not in rest and _TURN.search(rest) is None

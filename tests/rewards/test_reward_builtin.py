@@ -135,6 +135,8 @@ def test_format_default_accepts_one_think_and_one_answer_block_only(parts):
     text, both = "".join(parts), PARTS[0] + PARTS[1]
     right = text.split() == [both] or text.split() == PARTS[:2]
     assert score(format, [text, both, both + PARTS[1]]) == [float(right), 1.0, 0.0]
+    if text.startswith("<think>"):  # the chat template of DeepSeek R1 begins the response with it
+        assert format([text[7:], text], ["a<think>\n"] * 2) == [float(right), 0.0]
 
 
 THINKING = [
