@@ -204,11 +204,10 @@ def quantize(
     Raises:
         UserError: The model cannot be read, the scheme does not fit a layer, or the disk fails.
     """
-    from qarl.inference.target import calibration_keys, resolve_target
+    from qarl.inference.target import calibration_keys, given, resolve_target
 
     quant: dict[str, Any] = {"scheme": scheme, "symmetric": symmetric, "ignore": ["lm_head", *ignore]}
-    quant |= {key: value for key, value in (("group_size", group_size), ("grid", grid)) if value is not None}
-    quant |= calibration_keys(method, calibration, calibration_samples)
+    quant |= given(group_size=group_size, grid=grid) | calibration_keys(method, calibration, calibration_samples)
     name = os.fspath(model)
     if resolve_target(name, verify_digests=verify_digests).kind == "run":
         raise UserError(f"MODEL: {name} is a run; use qarl export, or give the model that it was made from")

@@ -36,7 +36,9 @@ def diagnose(
     ] = None,
     gradients: Annotated[
         bool,
-        typer.Option("--gradients/--no-gradients", help="Also run four backwards over the step's first minibatch."),
+        typer.Option(
+            "--gradients/--no-gradients", help="Also run up to six backwards over the step's first minibatch."
+        ),
     ] = True,
     out: Annotated[
         Path | None,

@@ -65,7 +65,7 @@ def export_target(
         bf16_bytes(masters.shapes),
         fault,
     )
-    report = export_checkpoint(
+    written = export_checkpoint(
         target,
         masters,
         out,
@@ -75,7 +75,7 @@ def export_target(
         unpacked=unpacked,
         progress=progress,
     )
-    return replace(report, fault=fault)
+    return replace(written, fault=fault)
 
 
 def _open(target: Target) -> Masters:
