@@ -74,7 +74,8 @@ def split_files(directory: Path, split: str) -> list[Path]:
         names = [word for word in words if word in _SPLIT_WORDS or word == split.lower()]
         found.setdefault(names[-1] if names else "train", []).append(path)
     if not found:
-        raise UserError(f"data.source: no {', '.join(READERS)} file in {directory}")
+        hint = "; save_to_disk wrote it: use to_parquet" if any(path.suffix == ".arrow" for path in paths) else ""
+        raise UserError(f"data.source: no {', '.join(READERS)} file in {directory}{hint}")
     if split.lower() not in found:
         raise UserError(f"data.split: no `{split}` in {directory}; there are: {', '.join(sorted(found))}")
     paths = found[split.lower()]

@@ -37,8 +37,7 @@ def test_rows_keep_nested_values_and_types(tmp_path):
     write(tmp_path / "rows.jsonl", f"{lines}\n  \n")  # blank lines are skipped
     write(tmp_path / "rows.json", json.dumps(ROWS))
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
-    write(tmp_path / "lines.json", lines)  # as `Dataset.to_json` writes
-    assert load(tmp_path / "lines.json") == ROWS
+    assert load(write(tmp_path / "lines.json", lines)) == ROWS  # as `Dataset.to_json` writes
     for kind in ("json", "jsonl", "parquet"):
         assert load(tmp_path / f"rows.{kind}") == ROWS
         assert load(tmp_path / f"rows.{kind}", max_rows=1) == ROWS[:1]
@@ -66,6 +65,11 @@ def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
         (["problems.jsonl"], None, ["problems.jsonl"]),  # without a word for a split
         (["train.jsonl", "dataset_info.json", "README.md"], None, ["train.jsonl"]),
         (["train.jsonl", "test.jsonl"], "validation", r"no `validation` in .*; there are: test, train"),
+        (
+            ["data-0.arrow", "dataset_info.json"],
+            None,
+            r"no \.json, .* file in .*; save_to_disk wrote it: use to_parquet",
+        ),
         (["train.jsonl", "train.csv"], None, r"is there as \.csv and \.jsonl"),
     ],
 )
