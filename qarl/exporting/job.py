@@ -47,6 +47,8 @@ def export_target(
     scheme = scheme_of(target.quant)
     if unpacked and not scheme.unpackable:
         raise UserError(f"--unpacked: is for symmetric {GROUPED}, not {scheme.name}; leave it out")
+    if unpacked and for_vllm and scheme.activation is None:
+        raise UserError(f"--unpacked: vLLM loads {scheme.name} packed only; leave it out, or pass --no-vllm")
     masters = _open(target)
     if target.run is None:
         _check_options(target, masters)

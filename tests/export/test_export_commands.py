@@ -168,6 +168,7 @@ REFUSED = {
         "--group-size: model.layers.0.self_attn",
     ),
     "unpacked fp8": (["--scheme", "fp8", "--unpacked"], "--unpacked: is for symmetric w4a16 and w4a8"),
+    "unpacked w4a16": (["--scheme", "w4a16", "--unpacked"], "--unpacked: vLLM loads w4a16 packed only"),
     "nothing to ignore": (["--scheme", "fp8", "--ignore", "mlp"], "--ignore: 'mlp' matches no Linear layer"),
 }
 

@@ -32,6 +32,8 @@ def known_limits(quantization: dict[str, Any] | None, version: str, experts: boo
     group = quantization["config_groups"]["group_0"]
     weights, activations = group["weights"], group["input_activations"]
     packed = quantization["format"] == "pack-quantized"
+    if quantization["format"] == "int-quantized" and activations is None:
+        return "vLLM loads int4 weights with 16-bit activations packed only", ""
     if current_platform.is_cpu():
         if experts:
             return f"vLLM {version} has no kernel for quantized experts on a CPU", ""
