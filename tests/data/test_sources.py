@@ -65,11 +65,7 @@ def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
         (["problems.jsonl"], None, ["problems.jsonl"]),  # without a word for a split
         (["train.jsonl", "dataset_info.json", "README.md"], None, ["train.jsonl"]),
         (["train.jsonl", "test.jsonl"], "validation", r"no `validation` in .*; there are: test, train"),
-        (
-            ["data-0.arrow", "dataset_info.json"],
-            None,
-            r"no \.json, .* file in .*; save_to_disk wrote it: use to_parquet",
-        ),
+        (["data-0.arrow", "dataset_info.json"], None, r"no .* file in .*; save_to_disk wrote it: use to_parquet"),
         (["train.jsonl", "train.csv"], None, r"is there as \.csv and \.jsonl"),
     ],
 )
