@@ -33,7 +33,7 @@ _NAME = re.compile(
 )
 _MATRIX = re.compile(r"\\begin\{([bpvBV]?matrix|array)\}(?:\{[lcr|]*\})?(.*?)\\end\{\1\}", re.DOTALL)
 _CHOICE = re.compile(r"\(?\s*([A-Z])\s*\)?(?:[.:)]|\s*$).*", re.DOTALL)
-_CLOCK = re.compile(r"(\d{1,2})(?:\s*:\s*([0-5]\d))?\s*(?:([AP])\.?\s?M\.?)?", re.I)
+_CLOCK = re.compile(r"([01]?\d|2[0-4])(?:\s*:\s*([0-5]\d))?\s*(?:([AP])\.?\s?M\.?)?", re.I)
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _INFINITY = re.compile(r"([-+]?)\s*(?:\\infty|\\text\{\s*inf(?:inity)?\s*\}|inf(?:inity)?|oo)", re.I)
 _SPACES = re.compile(r"\s+")
