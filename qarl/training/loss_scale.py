@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import Tensor
+
 from qarl.config import Config
 
 # GradScaler's defaults.
@@ -38,6 +40,10 @@ class LossScale:
     def searching(self) -> bool:
         """Whether an overflow only means that the initial scale was too large."""
         return self.dynamic and not self.settled and self.value >= 1.0
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        """Return the loss to differentiate."""
+        return loss if self.value == 1.0 else loss * self.value
 
     def update(self, finite: bool) -> None:
         """Halve the scale after a non-finite gradient; double it after `GROWTH_INTERVAL` finite ones."""

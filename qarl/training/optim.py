@@ -114,66 +114,36 @@ class Optimizer:
         }
         return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
 
-    def state_shapes(self, meta: dict[str, Any]) -> dict[str, torch.Size]:
-        """Return the shapes that the tensors of a state must have.
-
-        Args:
-            meta: Metadata from `state_tensors`.
-
-        Raises:
-            ValueError: The state belongs to another optimizer or another model.
-        """
-        if meta["optimizer"] != self.kind:
-            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
-        shapes = {
-            name: parameter.shape
-            for part, names in self._parts.values()
-            for name, parameter in zip(names, _parameters(part), strict=True)
-        }
-        found = {}
-        for full_name in meta["tensors"]:
-            name, _, key = full_name.rpartition("/")
-            if name not in shapes:
-                raise ValueError(f"optimizer state {full_name} belongs to a parameter that the model does not have")
-            found[full_name] = torch.Size() if key == "step" else shapes[name]
-        return found
-
-    def load_state_tensors(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:
+    def load_state(self, meta: dict[str, Any], read: Callable[[str, torch.Size], Tensor]) -> None:
         """Restore a state from `state_tensors`, offloaded or not. The next step is bitwise the same.
 
         Args:
-            tensors: State tensors by name; copied.
-            meta: Their metadata.
+            meta: Its metadata.
+            read: Returns the float32 tensor of a name, with this shape. It is copied.
 
         Raises:
-            ValueError: The state belongs to another optimizer, is incomplete, or does not fit. Nothing has been
+            ValueError: The state belongs to another optimizer or another model, or is incomplete. Nothing has been
                 changed.
         """
-        shapes = self.state_shapes(meta)
-        if sorted(tensors) != meta["tensors"]:
-            different = sorted(set(tensors) ^ set(meta["tensors"]))[0]
-            raise ValueError(f"optimizer state is incomplete: {different} is not in both the tensors and their list")
-
+        if meta["optimizer"] != self.kind:
+            raise ValueError(f"optimizer state of {meta['optimizer']!r} does not fit optim.name {self.kind!r}")
         keys = {name: _STATE[kind] for kind, (_, names) in self._parts.items() for name in names}
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
+        found: dict[str, list[str]] = {}
+        for full_name in meta["tensors"]:
             name, _, key = full_name.rpartition("/")
-            shape = shapes[full_name]
-            if value.shape != shape:
-                raise ValueError(f"optimizer state {full_name} has shape {list(value.shape)}, not {list(shape)}")
-            if value.dtype != torch.float32:
-                raise ValueError(f"optimizer state {full_name} is {value.dtype}, not torch.float32")
-            by_name.setdefault(name, {})[key] = value
-        for name, found in by_name.items():
-            if odd := sorted(found.keys() ^ keys[name]):
+            if name not in keys:
+                raise ValueError(f"optimizer state {full_name} belongs to a parameter that the model does not have")
+            found.setdefault(name, []).append(key)
+        for name, own in found.items():
+            if odd := sorted(keys[name].symmetric_difference(own)):
                 raise ValueError(f"optimizer state of {name}: {odd[0]} is missing or does not belong to {self.kind}")
 
         for part, names in self._parts.values():
-            state = {
-                i: {key: _own(value, parameter, part) for key, value in by_name[name].items()}
-                for i, (name, parameter) in enumerate(zip(names, _parameters(part), strict=True))
-                if name in by_name
-            }
+            state: dict[int, dict[str, Tensor]] = {}
+            for i, (name, parameter) in enumerate(zip(names, _parameters(part), strict=True)):
+                for key in found.get(name, ()):
+                    value = read(f"{name}/{key}", torch.Size() if key == "step" else parameter.shape)
+                    state.setdefault(i, {})[key] = _own(value, parameter, part)
             part.load_state_dict({"state": state, "param_groups": part.state_dict()["param_groups"]})
 
 

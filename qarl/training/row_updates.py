@@ -79,8 +79,7 @@ class RowUpdates(Updates):
         self._drop_gradients()
 
     def backward(self, loss: Tensor | None) -> None:
-        scale = self.scale.value
-        self._sums.round(loss if loss is None or scale == 1.0 else loss * scale)
+        self._sums.round(None if loss is None else self.scale.scaled(loss))
 
     @torch.no_grad()
     def norm(self) -> float:
@@ -116,15 +115,14 @@ class RowUpdates(Updates):
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
-        for full_name in meta["tensors"]:
-            if full_name.rpartition("/")[0] not in self.plan.shapes:
-                raise ValueError(f"optimizer state {full_name} belongs to a parameter that the model does not have")
-        own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] in self._own_shards]}
-        state = {}
-        for full_name, shape in self.optimizer.state_shapes(own).items():
+        elsewhere = self.shards.keys() - self._own_shards.keys()
+        own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] not in elsewhere]}
+
+        def part(full_name: str, shape: torch.Size) -> Tensor:
             start = self._start(full_name.rpartition("/")[0]) if shape else 0
-            state[full_name] = read("optimizer", full_name, start, start + shape.numel()).view(shape)
-        self.optimizer.load_state_tensors(state, own)
+            return read("optimizer", full_name, start, start + shape.numel()).view(shape)
+
+        self.optimizer.load_state(own, part)
         for name, rows in self._rows().items():
             if rows.numel():
                 start = self._start(name)

@@ -22,9 +22,6 @@ class Updates(ABC):
     """Optimizer engine: gradients, optimizer and master weights of the policy.
 
     With several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives.
-
-    Attributes:
-        kind: `optim.name`.
     """
 
     kind: str  # `optim.name`
@@ -97,8 +94,7 @@ class LocalUpdates(Updates):
 
     def backward(self, loss: Tensor | None) -> None:
         assert loss is not None, "a single process has a micro-batch in every round"
-        scale = self.scale.value
-        self.gradients.backward(loss if scale == 1.0 else loss * scale)
+        self.gradients.backward(self.scale.scaled(loss))
 
     def norm(self) -> float:
         self.gradients.deliver(self.scale.value)
@@ -123,9 +119,7 @@ class LocalUpdates(Updates):
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
-        shapes = self.optimizer.state_shapes(meta)
-        state = {name: read("optimizer", name, 0, shape.numel()).view(shape) for name, shape in shapes.items()}
-        self.optimizer.load_state_tensors(state, meta)
+        self.optimizer.load_state(meta, lambda name, shape: read("optimizer", name, 0, shape.numel()).view(shape))
         for name, value in self._values().items():
             value.copy_(read("masters", name, 0, value.numel()).view_as(value))
         self.publish(version)

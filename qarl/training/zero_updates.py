@@ -106,12 +106,11 @@ class ZeroUpdates(Updates):
 
     def backward(self, loss: Tensor | None) -> None:
         self._any = True
-        scale = self.scale.value
-        loss = loss if loss is None or scale == 1.0 else loss * scale
+        scaled = None if loss is None else self.scale.scaled(loss)
         if self._rounds is not None:
-            self._rounds.round(loss)
-        elif loss is not None:
-            self._sums.backward(loss)
+            self._rounds.round(scaled)
+        elif scaled is not None:
+            self._sums.backward(scaled)
 
     @torch.no_grad()
     def norm(self) -> float:

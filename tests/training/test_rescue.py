@@ -74,7 +74,7 @@ class Tiny:
                 parameter.copy_(tensors["masters"][name])
                 parameter.grad = None
         run.stream.load_state(state["data"])
-        run.updates.optimizer.load_state_tensors(tensors["optimizer"], state["optimizer"])
+        run.updates.optimizer.load_state(state["optimizer"], lambda name, _: tensors["optimizer"][name])
         run.learner.skipped_in_a_row = 0
         run.policy.refresh(state["version"])
         shared = SimpleNamespace(**vars(run))
