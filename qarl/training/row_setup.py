@@ -54,48 +54,16 @@ def build_rows(
     Raises:
         UserError: The configuration does not fit the model.
     """
-    model = bare_model(config)
 
     def read(plan: RowPlan) -> dict[str, Tensor]:
         return load_rows(config.model, plan, ranks, config.quant)
 
-    return from_rows(config, model, read, device, max_length, exchange, ranks)
-
-
-def bare_model(config: Config) -> PreTrainedModel:
-    """Return `model.path` as a skeleton without weights, whose name is the model's location.
-
-    Raises:
-        UserError: See `load_model_config`.
-    """
-    model = skeleton(plain_config(load_model_config(config.model)))
-    model.generation_config = load_generation_config(config.model)
-    model.name_or_path = model.config.name_or_path = locate(config.model).name
-    return model
-
-
-def from_rows(
-    config: Config,
-    model: PreTrainedModel,
-    read: Callable[[RowPlan], dict[str, Tensor]],
-    device: torch.device,
-    max_length: int | None,
-    exchange: Exchange,
-    ranks: Ranks,
-) -> tuple[Policy, RowUpdates]:
-    """Build policy and engine from a skeleton; see `build_rows`.
-
-    Args:
-        model: A skeleton from `bare_model`.
-        read: Returns this rank's rows of each master weight, float32, by name.
-    """
-    policy, rows, plan = policy_of_rows(config, model, read, device, max_length, exchange, ranks.count)
+    policy, rows, plan = policy_of_rows(config, read, device, max_length, exchange, ranks.count)
     return policy, RowUpdates(policy, rows, plan, exchange, ranks, config)
 
 
 def policy_of_rows(
     config: Config,
-    model: PreTrainedModel,
     read: Callable[[RowPlan], dict[str, Tensor]],
     device: torch.device,
     max_length: int | None,
@@ -106,7 +74,6 @@ def policy_of_rows(
 
     Args:
         config: Configuration of the run.
-        model: A skeleton from `bare_model`.
         read: Returns this rank's rows of each master weight, float32, by name.
         device: Device of this rank.
         max_length: Longest sequence in tokens, if limited.
@@ -117,6 +84,7 @@ def policy_of_rows(
         A policy with placeholders as master weights, this rank's rows on the device, and the assignment of rows to
         ranks.
     """
+    model = _bare_model(config)
     scheme, dtype = scheme_of(config.quant), DTYPES[config.model.dtype]
     check_shapes(model, scheme, config.quant.ignore)
     of = schemes_of(model, scheme, config.quant.ignore)
@@ -134,6 +102,18 @@ def policy_of_rows(
         model, scheme, config.quant, dtype, device, max_length, snapshot, learner_dtype=learner_dtype, values=values
     )
     return policy, rows, plan
+
+
+def _bare_model(config: Config) -> PreTrainedModel:
+    """Return `model.path` as a skeleton without weights, whose name is the model's location.
+
+    Raises:
+        UserError: See `load_model_config`.
+    """
+    model = skeleton(plain_config(load_model_config(config.model)))
+    model.generation_config = load_generation_config(config.model)
+    model.name_or_path = model.config.name_or_path = locate(config.model).name
+    return model
 
 
 def _to_device(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:

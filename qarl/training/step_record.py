@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from qarl.batch.batch import Batch
 from qarl.batch.observer import Observer
@@ -124,44 +123,23 @@ class StepRecord(Observer):
             self.metrics |= sign_agreement(self._before, run.policy.current, self._probe.gradient_signs)
         self.metrics |= ({} if batch.given else token_metrics(batch)) | crossing_metrics(crossed) | self._probe.metrics
         self.metrics["memory/peak_gib"] = peak_memory_gib(run.policy.device)
-        self.trace = trace_of(batch, *self._scored, self._rollouts_due, self._probe, crossed, run.tokenizer)
-        if self._probe.record:
-            self.trace.routing = run.learner.totals.routing.layers()
+        self.trace = self._trace_of(batch, crossed)
 
-
-def trace_of(
-    batch: Batch,
-    prompts: list[Prompt],
-    rollouts: list[Rollout],
-    scores: RewardResult,
-    rollouts_due: bool,
-    probe: Probe,
-    crossed: Crossings,
-    tokenizer: PreTrainedTokenizerBase,
-) -> Trace:
-    """Collect the files of a step after its last update.
-
-    Args:
-        batch: Responses of the step.
-        prompts: Prompts of the step.
-        rollouts: n rollouts per prompt, in order.
-        scores: Scores of the rollouts.
-        rollouts_due: Whether to record rollouts in this step.
-        probe: Diagnostics of the step.
-        crossed: Code flips per module.
-        tokenizer: Decodes the tokens of examples.
-    """
-    trace = Trace()
-    if rollouts_due:
-        trace.rows = rollout_rows(prompts, rollouts, scores, batch)
-        versions = None
-        if any(version != batch.version for r in rollouts for version in r.versions or [r.version]):
-            versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
-        trace.tensors = rollout_tensors(batch, scores.total, versions, [r.prompt_id for r in rollouts])
-    if probe.record:
-        trace.tokens = probe.tokens(batch)
-        trace.layers = crossed if "crossings" in probe.due else None
-        trace.backward = probe.backward
-        logp_sampler, decode = list(batch.logp_sampler), tokenizer.decode
-        trace.examples = error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
-    return trace
+    def _trace_of(self, batch: Batch, crossed: Crossings) -> Trace:
+        """Collect the files of the step after its last update. crossed: code flips per module."""
+        trace, probe, run = Trace(), self._probe, self._run
+        prompts, rollouts, scores = self._scored
+        if self._rollouts_due:
+            trace.rows = rollout_rows(prompts, rollouts, scores, batch)
+            versions = None
+            if any(version != batch.version for r in rollouts for version in r.versions or [r.version]):
+                versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
+            trace.tensors = rollout_tensors(batch, scores.total, versions, [r.prompt_id for r in rollouts])
+        if probe.record:
+            trace.tokens = probe.tokens(batch)
+            trace.layers = crossed if "crossings" in probe.due else None
+            trace.backward = probe.backward
+            trace.routing = run.learner.totals.routing.layers()
+            logp_sampler, decode = list(batch.logp_sampler), run.tokenizer.decode
+            trace.examples = error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
+        return trace

@@ -1,14 +1,15 @@
-"""Experiment trackers behind a small protocol. A package is imported only if it is configured."""
+"""Experiment trackers behind one interface. A package is imported only if it is configured."""
 
 from __future__ import annotations
 
 import importlib
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 from qarl.errors import UserError
 from qarl.inputs.files import read_text
@@ -18,16 +19,19 @@ from qarl.utils.signals import is_stop
 TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")  # keys of `logging`, equal to package names
 
 
-class Tracker(Protocol):
+class Tracker(ABC):
     """Receives the finite metrics of each step. A tracker that raises is dropped and the run continues."""
 
     name: str
 
+    @abstractmethod
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
 
     def truncate(self, step: int) -> None:
         """The run resumes from `step`; values logged earlier for later steps are obsolete."""
+        return
 
+    @abstractmethod
     def close(self) -> None: ...
 
 
@@ -89,7 +93,7 @@ def _kept(file: Path, make: Callable[[], str]) -> str:
         return read_text(file, limit=1000).strip()
 
 
-class TensorBoard:
+class TensorBoard(Tracker):
     """Event files in `tensorboard/`, opened at the first step, once the step to resume from is known."""
 
     name = "tensorboard"
@@ -118,7 +122,7 @@ class TensorBoard:
             self._writer = None
 
 
-class Wandb:
+class Wandb(Tracker):
     """One Weights & Biases run per run directory; its id is stored in `.wandb_id`.
 
     A resumed run continues it. W&B ignores steps that it already has, so steps that are repeated after resuming keep
@@ -144,14 +148,11 @@ class Wandb:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def truncate(self, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self._run.finish()
 
 
-class Trackio:
+class Trackio(Tracker):
     """A trackio run named after the run directory; resumed by name."""
 
     name = "trackio"
@@ -170,14 +171,11 @@ class Trackio:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._run.log(metrics, step=step)
 
-    def truncate(self, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self._run.finish()
 
 
-class Mlflow:
+class Mlflow(Tracker):
     """One MLflow run per run directory; its id is stored in `.mlflow_run_id`."""
 
     name = "mlflow"
@@ -207,14 +205,11 @@ class Mlflow:
         metric = self._module.entities.Metric
         self._client.log_batch(self._run, [metric(name, value, now, step) for name, value in metrics.items()])
 
-    def truncate(self, step: int) -> None:
-        pass
-
     def close(self) -> None:
         self._client.set_terminated(self._run)
 
 
-class Swanlab:
+class Swanlab(Tracker):
     """One SwanLab experiment per run directory; its id is stored in `.swanlab_id`."""
 
     name = "swanlab"
@@ -235,9 +230,6 @@ class Swanlab:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._module.log(metrics, step=step)
-
-    def truncate(self, step: int) -> None:
-        pass
 
     def close(self) -> None:
         self._module.finish()

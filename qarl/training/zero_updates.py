@@ -27,7 +27,7 @@ from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
 from qarl.training.loss_scale import LossScale
 from qarl.training.optim import round_masters
-from qarl.training.row_setup import bare_model, plan_of, policy_of_rows
+from qarl.training.row_setup import plan_of, policy_of_rows
 from qarl.training.row_sums import Rounds
 from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates
@@ -54,12 +54,11 @@ def build_zero(
     Raises:
         UserError: The configuration does not fit the model.
     """
-    model = bare_model(config)
 
     def read(plan: RowPlan) -> dict[str, Tensor]:
         return in_turn(ranks, lambda: load_rows(config.model, plan, SingleProcess(), config.quant))
 
-    policy, masters, _ = policy_of_rows(config, model, read, device, max_length, SingleProcessExchange(), 1)
+    policy, masters, _ = policy_of_rows(config, read, device, max_length, SingleProcessExchange(), 1)
     return policy, ZeroUpdates(policy, masters, ranks, config)
 
 
