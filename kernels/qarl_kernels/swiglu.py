@@ -97,15 +97,13 @@ def _gated_kernel(
 @triton.jit(do_not_specialize=["rows"])
 def _backward_kernel(
     grad,  # (rows, columns) bf16 or fp16
-    gate_up,  # (rows, 2 * columns)
-    into,  # (rows, 2 * columns); may be gate_up: each program reads its values before it writes them
-    product,  # (rows, columns), or None
+    gate_up,  # (rows, 2 * columns); each program reads its values before it writes their gradient there
+    product,  # (rows, columns)
     rows,
     columns,
     row_vectors,  # vectors of a row of grad
     stride_grad,
     stride,
-    stride_into,
     RAGGED: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
@@ -119,10 +117,8 @@ def _backward_kernel(
     up = tl.load((start + columns)[:, None] + lane, keep, other=0.0)
     arriving = widen(tl.load((grad + row * stride_grad + column)[:, None] + lane, keep, other=0.0))
     result, silu, sigmoid = _gated(gate, up)
-    if product is not None:
-        tl.store((product + row * columns + column)[:, None] + lane, result, keep)
+    tl.store((product + row * columns + column)[:, None] + lane, result, keep)
     slope = sigmoid * (1.0 + widen(gate) * (1.0 - sigmoid))
-    start = into + row * stride_into + column
     tl.store(start[:, None] + lane, narrow(arriving * widen(up) * slope, gate.dtype), keep)
     tl.store((start + columns)[:, None] + lane, narrow(arriving * silu, gate.dtype), keep)
 
@@ -169,26 +165,16 @@ def swiglu(gate_up: Tensor, activation: Activation = None, want_product: bool = 
     return Gated(product, codes, scale)
 
 
-def swiglu_backward(
-    grad: Tensor, gate_up: Tensor, want_product: bool, into: Tensor | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradient of gate_up, and recompute the product of `swiglu` bit for bit.
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Overwrite gate_up with its gradient, and return the product of `swiglu` (T, I), recomputed bit for bit.
 
     Args:
         grad: (T, I) 16-bit, output gradient of the product.
         gate_up: As for `swiglu`.
-        want_product: Whether to compute the product.
-        into: (T, 2 I), receives the gradient and may be gate_up itself; None: a new tensor.
-
-    Returns:
-        The gradient (T, 2 I), and the product (T, I) or None.
     """
     rows, columns = _halves_of(gate_up)
     check_rows("grad", grad, columns)
-    if into is None:
-        into = torch.empty(rows, 2 * columns, dtype=gate_up.dtype, device=gate_up.device)
-    check_rows("into", into, 2 * columns)
-    product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device) if want_product else None
+    product = torch.empty(rows, columns, dtype=gate_up.dtype, device=gate_up.device)
     row_vectors = cdiv(columns, VECTOR)
     launch(
         _backward_kernel,
@@ -196,15 +182,13 @@ def swiglu_backward(
         num_warps=BACKWARD_WARPS,
         grad=grad,
         gate_up=gate_up,
-        into=into,
         product=product,
         rows=rows,
         columns=columns,
         row_vectors=row_vectors,
         stride_grad=grad.stride(0),
         stride=gate_up.stride(0),
-        stride_into=into.stride(0),
         RAGGED=columns % VECTOR != 0,
         VECTORS=BACKWARD_VECTORS,
     )
-    return into, product
+    return product

@@ -55,8 +55,7 @@ class PackedAttention:
     ) -> tuple[Tensor, Tensor]:
         """Gradients of the rotated queries and keys, from a forward's arguments and results; that of v fills dv."""
         q, k, v = rotary_forward(qkv, rotation)
-        dq, dk, _ = attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv=dv)
-        return dq, dk
+        return attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv)
 
 
 @dataclass(frozen=True)

@@ -163,14 +163,12 @@ def mixture_backward(
     grad_down, grad_weights = combine_backward(grad, down, routed.weights, groups, into=down)
     del down
     gradient = OutputGradient(layer.down, weights, grad_down, run.backward, groups)
-    grad_gate_up, product = swiglu_backward(gradient.of_input(), gate_up, True, into=gate_up)
-    assert product is not None, "it was asked for"
-    gradient.add_to_masters(product)
-    del gradient, grad_down, product
-    gradient = OutputGradient(layer.gate_up, weights, grad_gate_up, run.backward, groups)
+    gradient.add_to_masters(swiglu_backward(gradient.of_input(), gate_up))  # gate_up is its gradient from here on
+    del gradient, grad_down
+    gradient = OutputGradient(layer.gate_up, weights, gate_up, run.backward, groups)
     gradient.add_to_masters(normed, gathered=True)
     arriving = gradient.of_input()
-    del gradient, grad_gate_up, gate_up
+    del gradient, gate_up
     grad_logits = logits_grad(grad_weights, routed, experts, run.routes, kernels=True)
     weight_grad(grad_logits, normed.float(), into=gradient_of([layer.gates[experts.router]]))
     others = input_grad(grad_logits, weights.values[experts.router].float())

@@ -50,10 +50,7 @@ def mlp_backward(
     product: (T, 2 I), output of gate and up; overwritten. normed: returns the input of gate and up (T, H) on demand.
     """
     gradient = OutputGradient(down, run.weights, grad, run.backward)
-    grad_product, gated = swiglu_backward(gradient.of_input(), product, True, into=product)
-    assert gated is not None, "it was asked for"
-    gradient.add_to_masters(gated)
-    del gated
-    gradient = OutputGradient(gate_up, run.weights, grad_product, run.backward)
+    gradient.add_to_masters(swiglu_backward(gradient.of_input(), product))  # product is its own gradient from here on
+    gradient = OutputGradient(gate_up, run.weights, product, run.backward)
     gradient.add_to_masters(normed())
     return gradient.of_input()

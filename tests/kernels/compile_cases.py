@@ -95,7 +95,7 @@ def elementwise() -> Iterator[str]:
     yield f"norm {h}"
     gate_up = empty(4096, 2 * 12_288)
     product = swiglu.swiglu(gate_up).product
-    swiglu.swiglu_backward(product, gate_up, True, gate_up)
+    swiglu.swiglu_backward(product, gate_up)
     token_sums.embedding_grad(empty(4096, 4096), empty(4096, dtype=torch.int64), empty(50_000, 4096, dtype=FP32), -1)
     yield "gate, embedding"
     yield from fused_quantization("int8")
@@ -299,7 +299,7 @@ def attention_backward() -> Iterator[str]:
     layout, dim = flash_layout.packed_layout([(96, [500] * 8)], torch.device("cpu")), 128
     q, k, v = (t[: layout.tokens] for t in _attention_operands(dim))
     out, lse = empty(*q.shape), empty(16, layout.tokens, dtype=FP32)
-    flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, 300)
+    flash_backward.attention_backward(out, q, k, v, out, lse, layout, dim**-0.5, 300, empty(*v.shape))
     yield f"backward {dim}"
 
 

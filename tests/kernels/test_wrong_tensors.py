@@ -70,7 +70,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: gemm.scaled(X.to(E4M3), GATE, zeros(8, 96), WORDS, None, BF16), "needs float8_e4m3fn codes, not"),
     (lambda: row_tile(MAX_ROW + 1), "^rows of 32769 values do not fit"),
     (lambda: token_sums.column_sum(X, zeros(95, dtype=FP32)), "^into must be a contiguous float32 vector of 96"),
-    (lambda: swiglu.swiglu_backward(X, X, False), "^grad must be a 16-bit matrix of 48 columns"),
+    (lambda: swiglu.swiglu_backward(X, X), "^grad must be a 16-bit matrix of 48 columns"),
     (lambda: swiglu.swiglu(X[:, :95]), "^gate_up must have an even number of columns, not 95"),
     (lambda: rotary.rotary_forward(QKV, ROTATION._replace(heads=3)), "^qkv must be a 16-bit matrix of 448 columns"),
     (

@@ -43,33 +43,28 @@ def attention_backward(
     lse: Tensor,
     layout: PackedLayout,
     scale: float,
-    window: int | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    window: int | None,
+    dv: Tensor,
+) -> tuple[Tensor, Tensor]:
     """Compute the gradients of `attention_forward`, deterministically.
 
     Args:
         grad_out: (T, H, D) of q's dtype.
         q, k, v, layout, scale, window: Arguments of the forward.
         out, lse: Results of the forward, (T, H, D) and (H, T).
-        dq, dk, dv: (T, H, D) and twice (T, H_kv, D), of q's dtype, arbitrary row stride; written if given.
+        dv: (T, H_kv, D) of q's dtype, arbitrary row stride; receives the gradient of v.
 
     Returns:
-        dq, dk, dv.
+        The gradients of q (T, H, D) and of k (T, H_kv, D).
     """
     check(q, k, v, scale, window)
     tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     if grad_out.stride(2) != 1 or grad_out.stride(1) != dim:
         grad_out = grad_out.contiguous()
-    dq, dk, dv = (
-        torch.empty(*like.shape, dtype=like.dtype, device=like.device) if given is None else given
-        for given, like in ((dq, q), (dk, k), (dv, v))
-    )
+    dq, dk = (torch.empty(*like.shape, dtype=like.dtype, device=like.device) for like in (q, k))
     if tokens == 0:
-        return dq, dk, dv
+        return dq, dk
     # Blocks read past the last row; these values are multiplied by 0 and must be finite.
     padded_tokens = cdiv(tokens + 3 + tables.TILE, 4) * 4
     stats = torch.zeros(4, 2, heads, padded_tokens, dtype=torch.float32, device=q.device)
@@ -157,4 +152,4 @@ def attention_backward(
         ROWS=32,
         **sizes,
     )
-    return dq, dk, dv
+    return dq, dk

@@ -222,15 +222,13 @@ def decode(
     scale: float,
     window: int | None,
     max_length: int,
-    token_axis: int,
 ) -> None:
     """Write out for one query per sequence; see `paged.paged_attention` and `decode_kernel` for the arguments."""
     heads, dim = q.shape[1:]
-    head_axis = 3 - token_axis
-    rep = heads // k.shape[head_axis]
+    rep = heads // k.shape[1]
     together = min(64, max(16, next_power_of_2(rep)))
     sequences_count, chunks = lengths.shape[0], max(1, cdiv(max_length, tables.CHUNK))
-    programs = k.shape[head_axis] * cdiv(rep, together)
+    programs = k.shape[1] * cdiv(rep, together)
     shared = min(chunks, PROGRAMS // max(1, programs * sequences_count))
     partial = state = None
     if shared > 1:
@@ -259,10 +257,10 @@ def decode(
         window=window or 0,
         stride_lengths=lengths.stride(0),
         stride_q=q.stride(0),
-        stride_k=k.stride(token_axis),
-        stride_v=v.stride(token_axis),
-        stride_k_head=k.stride(head_axis),
-        stride_v_head=v.stride(head_axis),
+        stride_k=k.stride(2),
+        stride_v=v.stride(2),
+        stride_k_head=k.stride(1),
+        stride_v_head=v.stride(1),
         stride_k_page=k.stride(0),
         stride_v_page=v.stride(0),
         stride_pages=pages.stride(0),
@@ -270,7 +268,7 @@ def decode(
         D_PAD=padded(dim),
         BLOCK=tables.BLOCK,
         HEADS=together,
-        PAGE=k.shape[token_axis],
+        PAGE=k.shape[2],
         CHUNK=tables.CHUNK,
         WINDOW=window is not None,
     )

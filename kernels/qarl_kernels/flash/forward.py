@@ -210,20 +210,18 @@ def run(
     window: int | None,
     chunks: bool,
     pages: Tensor | None = None,
-    token_axis: int = 0,
     tile: Tile | None = None,
 ) -> None:
     """Write out, and lse if given, for the query rows of some tiles.
 
     Args:
-        queries: (n, 6) int32, tiles of `PackedLayout.queries` or `PagedLayout.queries`.
+        queries: (n, 6) int32, tiles of `QueryTiles.queries`.
         chunks: Whether any tile sees more than one CHUNK.
-        pages: (S, P) int32 page table, if k and v are caches (pages, ...).
-        token_axis: The axis of the caches (1 or 2) that holds a page's tokens.
+        pages: (S, P) int32 page table, if k and v are caches.
         tile: Overrides the tile, for tuning.
     """
     heads, dim = q.shape[1:]
-    head_axis = 1 if pages is None else 3 - token_axis
+    token_axis = 0 if pages is None else 2
     tile = tile or tiles_of(q, k)[padded(dim)][chunks]
     k, v = in_pairs(k), in_pairs(v)
     launch(
@@ -241,13 +239,13 @@ def run(
         pages=pages,
         scale=scale * LOG2E,
         T=q.shape[0],
-        rep=heads // k.shape[head_axis],
+        rep=heads // k.shape[1],
         window=window or 0,
         stride_q=q.stride(0),
         stride_k=k.stride(token_axis),
         stride_v=v.stride(token_axis),
-        stride_k_head=k.stride(head_axis),
-        stride_v_head=v.stride(head_axis),
+        stride_k_head=k.stride(1),
+        stride_v_head=v.stride(1),
         stride_k_page=k.stride(0),
         stride_v_page=v.stride(0),
         stride_pages=0 if pages is None else pages.stride(0),
@@ -272,19 +270,16 @@ def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
     return FP8_BEFORE_HOPPER if fp8 and paired(k.shape[-1]) else BEFORE_HOPPER
 
 
-def check(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, head_axis: int = 1, fp8: bool = False
-) -> None:
+def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, fp8: bool = False) -> None:
     """Raise ValueError for operands that the kernels cannot read. fp8: k and v may be e4m3."""
     heads, dim = q.shape[1:]
-    kv_heads = k.shape[head_axis]
     held = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
     if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in held or v.dtype != k.dtype:
         other = ", or k and v of e4m3" if fp8 else ""
         raise ValueError(
             f"q, k and v must share one dtype, bf16 or fp16{other}; they have {q.dtype}, {k.dtype}, {v.dtype}"
         )
-    if k.shape != v.shape or k.shape[-1] != dim or heads % kv_heads:
+    if k.shape != v.shape or k.shape[-1] != dim or heads % k.shape[1]:
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit together")
     if dim > 256 or dim % 8:
         raise ValueError(f"attention takes head sizes up to 256 in steps of 8, not {dim}")

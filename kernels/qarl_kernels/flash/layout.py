@@ -30,15 +30,36 @@ def padded(dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class PackedLayout:
-    """Tables for attention over one packed batch, shared by all layers.
+class QueryTiles:
+    """Tiles of query rows.
 
     Attributes:
         tokens: T, rows of the batch.
-        positions: (T,) int64, position of each row in its sequence.
-        queries: (n, 6) int32, for each tile of query rows: first row, rows, position of the first row, first row of the
-            prompt, position below which keys are the prompt's, first row of the keys from there on. Longest first.
+        queries: (n, 6) int32, for each tile: first row, rows, position of the first row, and where its keys are.
+            Longest first.
         long_tiles: Number of tiles, the first ones, that see more than one CHUNK of keys.
+    """
+
+    tokens: int
+    queries: Tensor
+    long_tiles: int
+
+    @cached_property
+    def stretches(self) -> list[tuple[Tensor, bool]]:
+        """The tiles in launches, each with whether its tiles see more than one CHUNK; none is empty."""
+        parts = (self.queries[: self.long_tiles], True), (self.queries[self.long_tiles :], False)
+        return [part for part in parts if part[0].shape[0]]
+
+
+@dataclass(frozen=True)
+class PackedLayout(QueryTiles):
+    """Tables for attention over one packed batch, shared by all layers.
+
+    A line of `queries` ends with: first row of the prompt, position below which keys are the prompt's, first row of the
+    keys from there on.
+
+    Attributes:
+        positions: (T,) int64, position of each row in its sequence.
         items: (m, 7) int32, work items of the key gradient: first key row, key rows, position of the first key, first
             query row, end of the query rows, index of the partial sum (-1 if the tile has one item only), end of the
             rows of the keys' own prompt or continuation. Longest first.
@@ -46,24 +67,10 @@ class PackedLayout:
         cuts: (c, 4) int32, key tiles with several items: first key row, key rows, first partial sum, partial sums.
     """
 
-    tokens: int
     positions: Tensor
-    queries: Tensor
-    long_tiles: int
     items: Tensor
     partials: int
     cuts: Tensor
-
-    @cached_property
-    def stretches(self) -> list[tuple[Tensor, bool]]:
-        """See `stretches_of`."""
-        return stretches_of(self.queries, self.long_tiles)
-
-
-def stretches_of(queries: Tensor, long_tiles: int) -> list[tuple[Tensor, bool]]:
-    """Split the query tiles into launches, each with whether its tiles see more than one CHUNK; none is empty."""
-    parts = (queries[:long_tiles], True), (queries[long_tiles:], False)
-    return [part for part in parts if part[0].shape[0]]
 
 
 def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedLayout:
@@ -88,7 +95,7 @@ def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     segment = np.repeat(np.arange(lengths.size), lengths)
     positions = np.arange(tokens) - (rows - shared)[segment]
 
-    segment, start = _cut(lengths, TILE)
+    segment, start = split(lengths, TILE)
     queries = np.empty((segment.size, 6), np.int32)
     queries[:, 0] = rows[segment] + start
     queries[:, 1] = np.minimum(lengths[segment] - start, TILE)
@@ -102,7 +109,7 @@ def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     # The same tiles as keys, in order, each cut by the queries that see it.
     key_row = rows[segment] + start
     seen = seen_until[segment] - key_row
-    tile, offset = _cut(seen, ITEM_ROWS)
+    tile, offset = split(seen, ITEM_ROWS)
     count = -(-seen // ITEM_ROWS)
     several = count > 1
     counted = np.where(several, count, 0)
@@ -135,7 +142,7 @@ def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     )
 
 
-def _cut(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+def split(lengths: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """Split lengths into pieces of at most `size`: the index of each piece's length, and its start there."""
     pieces = -(-lengths // size)
     whole = np.repeat(np.arange(lengths.size), pieces)

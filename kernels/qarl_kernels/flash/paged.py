@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,34 +16,24 @@ from torch import Tensor
 from qarl_kernels.flash import layout as tables
 from qarl_kernels.flash.decode import decode
 from qarl_kernels.flash.forward import check, run
-from qarl_kernels.flash.layout import stretches_of, upload
+from qarl_kernels.flash.layout import upload
 
 
 @dataclass(frozen=True)
-class PagedLayout:
+class PagedLayout(tables.QueryTiles):
     """The queries of a batch and where their keys are, shared by all layers.
 
+    `queries` are those of spans of several tokens. A line ends with: sequence, 0, 0.
+
     Attributes:
-        tokens: T, rows of the batch.
         pages: (S, P) int32, pages of each sequence in order; entries past its end may be anything.
-        queries: (n, 6) int32, for each tile of query rows of spans of several tokens: first row, rows, position of the
-            first row, sequence, 0, 0. Longest first.
-        long_tiles: Number of tiles, the first ones, that see more than one CHUNK of keys.
         decodes: (d, 3) int32, for each span of one token: row, sequence, keys it sees.
         longest: Most keys that a decode sees.
     """
 
-    tokens: int
     pages: Tensor
-    queries: Tensor
-    long_tiles: int
     decodes: Tensor
     longest: int
-
-    @cached_property
-    def stretches(self) -> list[tuple[Tensor, bool]]:
-        """See `stretches_of`."""
-        return stretches_of(self.queries, self.long_tiles)
 
 
 def paged_layout(
@@ -68,9 +57,8 @@ def paged_layout(
     row, count, position = (np.asarray(column, np.int64).reshape(-1) for column in (rows, counts, positions))
     sequence = np.arange(row.size)
     many = np.flatnonzero(count > 1)
-    pieces = -(-count[many] // tables.TILE)
-    span = np.repeat(many, pieces)
-    start = (np.arange(span.size) - np.repeat(np.cumsum(pieces) - pieces, pieces)) * tables.TILE
+    whole, start = tables.split(count[many], tables.TILE)
+    span = many[whole]
     queries = np.zeros((span.size, 6), np.int32)
     queries[:, 0] = row[span] + start
     queries[:, 1] = np.minimum(count[span] - start, tables.TILE)
@@ -105,32 +93,29 @@ def paged_attention(
     layout: PagedLayout,
     scale: float,
     window: int | None = None,
-    token_axis: int = 2,
 ) -> Tensor:
     """Compute softmax(q k^T * scale) v for every query over the keys of its sequence up to its own position.
 
     Args:
         q: (T, H, D) bf16 or fp16, arbitrary row stride; every row belongs to one span of the layout.
-        k_cache, v_cache: (P, H_kv, PAGE, D) with token_axis 2 or (P, PAGE, H_kv, D) with 1, PAGE a multiple of 16; of
-            q's dtype or float8_e4m3fn, with features in the order of `pairs.py`. Slots past a sequence's end are not
-            read.
+        k_cache, v_cache: (P, H_kv, PAGE, D), PAGE a multiple of 16; of q's dtype or float8_e4m3fn, with features in the
+            order of `pairs.py`. Slots past a sequence's end are not read.
         layout: Queries and pages.
         scale: Factor of the scores, positive.
         window: Number of last tokens that a query sees; None: all.
-        token_axis: The axis of the caches that holds a page's tokens.
 
     Returns:
         (T, H, D) of q's dtype.
     """
-    _check_cache(q, k_cache, v_cache, scale, window, token_axis)
+    _check_cache(q, k_cache, v_cache, scale, window)
     if q.shape[0] != layout.tokens:
         raise ValueError(f"q has {q.shape[0]} rows and the layout {layout.tokens}; they must agree")
     out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
     for queries, chunks in layout.stretches:
-        run(q, k_cache, v_cache, out, None, queries, scale, window, chunks, layout.pages, token_axis)
+        run(q, k_cache, v_cache, out, None, queries, scale, window, chunks, layout.pages)
     row, sequence, lengths = layout.decodes.unbind(1)
     spans = (layout.pages, row, sequence, lengths)
-    decode(q, k_cache, v_cache, out, *spans, scale, window, layout.longest, token_axis)
+    decode(q, k_cache, v_cache, out, *spans, scale, window, layout.longest)
     return out
 
 
@@ -143,13 +128,12 @@ def decode_attention(
     scale: float,
     window: int | None,
     max_length: int,
-    token_axis: int = 2,
 ) -> Tensor:
     """Compute `paged_attention` of one query per sequence, its last token; launches depend on shapes alone.
 
     Args:
         q: (S, H, D).
-        k_cache, v_cache, scale, window, token_axis: As for `paged_attention`.
+        k_cache, v_cache, scale, window: As for `paged_attention`.
         page_table: (S, P) int32, pages of each sequence in order.
         lengths: (S,) int32, tokens of each sequence; length 0 gives zeros.
         max_length: Upper bound of the lengths.
@@ -157,21 +141,17 @@ def decode_attention(
     Returns:
         (S, H, D) of q's dtype.
     """
-    _check_cache(q, k_cache, v_cache, scale, window, token_axis)
+    _check_cache(q, k_cache, v_cache, scale, window)
     out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
-    decode(q, k_cache, v_cache, out, page_table, None, None, lengths, scale, window, max_length, token_axis)
+    decode(q, k_cache, v_cache, out, page_table, None, None, lengths, scale, window, max_length)
     return out
 
 
-def _check_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None, token_axis: int
-) -> None:
-    if token_axis not in (1, 2):
-        raise ValueError(f"token_axis {token_axis} must be 1, (P, PAGE, H_kv, D), or 2, (P, H_kv, PAGE, D)")
-    check(q, k_cache, v_cache, scale, window, head_axis=3 - token_axis, fp8=True)
-    page = k_cache.shape[token_axis]
+def _check_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float, window: int | None) -> None:
+    check(q, k_cache, v_cache, scale, window, fp8=True)
+    page = k_cache.shape[2]
     if page % 16:
         raise ValueError(f"pages of {page} tokens; they must hold a multiple of 16")
-    apart = max(k_cache.stride(token_axis), v_cache.stride(token_axis))
+    apart = max(k_cache.stride(2), v_cache.stride(2))
     if page * apart >= 2**31:
         raise ValueError(f"tokens of a page are {apart} values apart; {page} of them must lie within 2^31")
