@@ -15,11 +15,14 @@ from unittest.mock import patch
 
 from qarl.rollout.vllm.channel import Channel, send_failure
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.orders import Aborted, execute
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private
 from qarl.rollout.vllm.settings import AsyncSettings
 from qarl.weight_sync.transport import open_receiver
+
+
+class Aborted(Exception):
+    """The learner aborted the operation."""
 
 
 def serve(channel: Channel, phases: Phases) -> None:
@@ -57,7 +60,7 @@ def serve(channel: Channel, phases: Phases) -> None:
             serve_samples(channel, partial(VLLMHost, host, payload), receiver)
             return
         try:
-            result = execute(host, operation, payload, receiver.take, progress)
+            result = host.execute(operation, payload, receiver.take, progress)
         except Aborted:
             channel.send("aborted")
             continue

@@ -27,7 +27,7 @@ from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSetti
 from qarl.types import FinishReason
 from qarl.utils.transfer import synchronized_s
 from qarl.weight_sync.fingerprints import Fingerprint, PublishError
-from qarl.weight_sync.update import Arriving, receive
+from qarl.weight_sync.update import Arriving, WeightUpdate, receive
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -77,6 +77,38 @@ class Host:
             "notes": self.numerics.notes(),
             "phases": self._phases.seconds,
         }
+
+    def execute(self, operation: str, payload: Any, unpack: Callable[[Any], Arriving], progress: Progress) -> Any:
+        """Execute an order of the learner.
+
+        Args:
+            operation: Name of the operation.
+            payload: Its arguments.
+            unpack: Opens the tensors and patches in a publish's payload.
+            progress: See `generate`.
+
+        Returns:
+            The result of the operation; of a publish, the seconds of its parts and the canary's log-probs.
+        """
+        match operation:
+            case "publish":
+                assert isinstance(payload, WeightUpdate)
+                seconds = self.publish(payload.version, unpack(payload.payloads[0]), payload.expected)
+                begin = time.perf_counter()
+                scores = self.score(payload.canary)
+                return seconds | {"score": time.perf_counter() - begin}, scores
+            case "score":
+                return self.score(payload)
+            case "generate":
+                requests, sampling = payload
+                return self.generate(requests, sampling, progress)
+            case "trace":
+                return self.trace(*payload)
+            case "sleep":
+                return self.sleep(payload)
+            case "wake":
+                return self.wake()
+        raise AssertionError(f"unknown operation {operation!r}")
 
     # --- publishing --------------------------------------------------------------------------------------------
 

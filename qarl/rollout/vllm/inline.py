@@ -16,8 +16,6 @@ from qarl.errors import UserError
 from qarl.rollout.engine import Progress
 from qarl.rollout.vllm.channel import root_cause
 from qarl.rollout.vllm.host import Host
-from qarl.rollout.vllm.orders import execute
-from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.process import Sampler
 from qarl.rollout.vllm.settings import SamplerSettings
 from qarl.storage.disk import disk_errors
@@ -35,11 +33,10 @@ class InlineSampler(Sampler):
         self._order: tuple[str, Any] | None = None
 
     def start(self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], tick: Progress) -> None:
-        phases = Phases()
         tick(0, 0)
         self._log_to_file()
         with self._faults(), _plain_algorithms():
-            self._host = Host(settings, expected, phases)
+            self._host = Host(settings, expected)
         self.capabilities = self._host.capabilities()
 
     def begin(self, operation: str, payload: Any) -> None:
@@ -50,7 +47,7 @@ class InlineSampler(Sampler):
         assert self._order is not None
         (operation, payload), self._order = self._order, None
         with self._faults(), _plain_algorithms():
-            return execute(self._host, operation, payload, iter, tick)
+            return self._host.execute(operation, payload, iter, tick)
 
     def close(self) -> None:
         if hasattr(self, "_host"):

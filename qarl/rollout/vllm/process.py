@@ -51,7 +51,7 @@ class Sampler(Connection):
         """
 
     def call(self, operation: str, payload: Any, tick: Progress) -> Any:
-        """Send an order and wait for its result; see `worker.execute`."""
+        """Send an order and wait for its result; see `Host.execute`."""
         self.begin(operation, payload)
         return self.finish(tick)
 
