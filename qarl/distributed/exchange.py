@@ -63,22 +63,9 @@ class Exchange(ABC):
             This rank's rows of each sum.
         """
 
-    def gather_rows(self, own: Tensor, cut: Sequence[range], out: Tensor | None = None) -> Tensor:
-        """Blocking `begin_gather`."""
-        return self.begin_gather(own, cut, out).rows()
-
-    def begin_gather(
-        self, own: Tensor, cut: Sequence[range], out: Tensor | None = None, kind: str = "codes"
-    ) -> Pending:
-        """Start an all-gather of rows into one tensor (N, ...), of any dtype.
-
-        Args:
-            own: This rank's rows (len(cut[rank]), ...), contiguous. Must not change until `rows` was called.
-            cut: Rows of each rank.
-            out: Contiguous destination; None allocates a tensor.
-        """
-        out = own.new_empty(cut[-1].stop, *own.shape[1:]) if out is None else out
-        return self.begin_gathers([own], [cut], [out], kind)[0]
+    def gather_rows(self, own: Tensor, cut: Sequence[range]) -> Tensor:
+        """Blocking `begin_gathers` of one tensor into a new one."""
+        return self.begin_gathers([own], [cut], [own.new_empty(cut[-1].stop, *own.shape[1:])])[0].rows()
 
     @abstractmethod
     def begin_gathers(

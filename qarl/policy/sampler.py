@@ -142,11 +142,9 @@ class Sampler:
         return paged(spans, self.layout.device, caches, self.weights.fused)
 
     @torch.no_grad()
-    def hidden_states(
-        self, ids: Tensor, attention: Attention, rows: Tensor | None = None, routes: Routes = NO_ROUTES
-    ) -> Tensor:
-        """Final hidden states (T, H) of a packed batch, or of its `rows`. ids: (T,) int64."""
-        return self._decoder(ids, attention, self.weights, rows, routes)
+    def hidden_states(self, ids: Tensor, attention: Attention, routes: Routes = NO_ROUTES) -> Tensor:
+        """Final hidden states (T, H) of a packed batch. ids: (T,) int64."""
+        return self._decoder(ids, attention, self.weights, None, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 logits (R, V) of hidden states (R, H); no gradient."""

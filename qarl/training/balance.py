@@ -47,14 +47,14 @@ class StepTime:
         return min(max(round(gpus * self.sampling / (self.sampling + self.learning)), 1), gpus - 1)
 
 
-def split_text(time: StepTime, length: int, gpus: int = 8) -> str:
+def split_text(time: StepTime, length: int) -> str:
     """Return the line that `qarl check` prints.
 
     Args:
         time: Estimated time of a step.
         length: Assumed tokens per response.
-        gpus: Number of GPUs in the example, two or more.
     """
+    gpus = 8
     samplers = time.samplers(gpus)
     waits, share = ("learner", 1 - 1 / time.ratio) if time.ratio > 1 else ("sampler", 1 - time.ratio)
     return (

@@ -125,9 +125,7 @@ def verify(
 SAME = Fingerprint((), "", "the same tensor")
 
 
-def verify_in_process(
-    version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]], where: str = "the sampler"
-) -> None:
+def verify_in_process(version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]]) -> None:
     """`verify` for a holder in this process, which may hold the published tensors themselves; only others are digested.
 
     published: the snapshot's tensors. held: (name, tensor), each once.
@@ -137,4 +135,4 @@ def verify_in_process(
     expected, found = dict.fromkeys(published, SAME), dict.fromkeys(own, SAME)
     others = fingerprints((name, tensor) for name, tensor in shown.items() if name not in found)
     wanted = fingerprints((name, published[name]) for name in others if name in published)
-    verify(version, expected | wanted, found | others, where)
+    verify(version, expected | wanted, found | others, "the sampler")

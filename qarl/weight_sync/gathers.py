@@ -13,7 +13,7 @@ from qarl.distributed.exchange import Exchange, Pending
 from qarl.distributed.rows import Block, RowPlan
 from qarl.weight_sync.quantize import RUN_BYTES
 
-MESSAGE_BYTES = 2**26  # bucket size: bytes of all ranks' rows that trigger a message
+MESSAGE_BYTES = 2**26  # all ranks' rows that trigger a message; a tensor of this size gets its own message, unpacked
 IN_FLIGHT = 2  # messages in flight while the rows of the next one are computed
 
 
@@ -24,11 +24,10 @@ class BucketedGather:
 
     Args:
         exchange: Collectives of the run.
-        most: Bytes per message, see MESSAGE_BYTES. A tensor of at least that size gets its own message, unpacked.
     """
 
-    def __init__(self, exchange: Exchange, most: int = MESSAGE_BYTES) -> None:
-        self._exchange, self._most = exchange, most
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
         self._waiting: list[tuple[Tensor, Sequence[range], Tensor]] = []
         self._bytes = 0
         self._under_way: deque[list[Pending]] = deque()
@@ -36,11 +35,11 @@ class BucketedGather:
     def add(self, own: Tensor, cut: Sequence[range], out: Tensor) -> None:
         """Add one tensor; arguments as for `Exchange.begin_gathers`. `out` is complete after `finish`."""
         size = out.nbytes * sum(map(len, cut)) // max(len(out), 1)
-        if size >= self._most:
+        if size >= MESSAGE_BYTES:
             self._send()
         self._waiting.append((own, cut, out))
         self._bytes += size
-        if self._bytes >= self._most:
+        if self._bytes >= MESSAGE_BYTES:
             self._send()
 
     def finish(self) -> None:
@@ -64,11 +63,11 @@ class BucketedGather:
 
 
 def own_rows(
-    block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor], most: int = RUN_BYTES
+    block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor]
 ) -> Iterator[tuple[list[range], Tensor]]:
     """Yield a rank's rows of a block in chunks that are aligned over all ranks.
 
-    A stack is split into chunks of `most` bytes; a single master is one chunk.
+    A stack is split into chunks of RUN_BYTES; a single master is one chunk.
 
     Args:
         shards: The rank's rows of each master by name, fetched lazily. Adjacent ones are not copied.
@@ -80,7 +79,7 @@ def own_rows(
     longest, step = max(map(len, cut)), len(cut[0])
     if len(block) > 1:
         width = 4 * math.prod(plan.block_shape(block)[1:])
-        step = max(most // (width * plan.unit(block)), 1) * plan.unit(block)
+        step = max(RUN_BYTES // (width * plan.unit(block)), 1) * plan.unit(block)
     for start in range(0, longest, step) if longest else [0]:
         places = [range(*(min(own.start + end, own.stop) for end in (start, start + step))) for own in cut]
         parts, first = [], 0

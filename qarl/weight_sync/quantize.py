@@ -85,10 +85,8 @@ def quantize_parameters(
     return build_snapshot(version, ((name, made.pop(name)) for name in masters))
 
 
-def adjacent_runs(
-    names: Sequence[str], masters: Mapping[str, Tensor], scheme_of: SchemeOf, most: int = RUN_BYTES
-) -> Iterator[list[str]]:
-    """Split names whose masters are adjacent in memory into runs of up to `most` bytes, or of one master.
+def adjacent_runs(names: Sequence[str], masters: Mapping[str, Tensor], scheme_of: SchemeOf) -> Iterator[list[str]]:
+    """Split names whose masters are adjacent in memory into runs of up to RUN_BYTES, or of one master.
 
     Yields nothing if they are not adjacent, or if they cannot be quantized as one weight.
     """
@@ -101,7 +99,7 @@ def adjacent_runs(
     run: list[str] = []
     size = 0
     for name in names:
-        if run and size + masters[name].nbytes > most:
+        if run and size + masters[name].nbytes > RUN_BYTES:
             yield run
             run, size = [], 0
         run.append(name)

@@ -5,7 +5,6 @@ Every rank makes all masters, quantizes its own rows of them, and gathers the co
 
 import os
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ from qarl.distributed.group import Group
 from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
 from qarl.errors import UserError
 from qarl.utils.packed_linears import shared_scales
-from qarl.weight_sync import codes
+from qarl.weight_sync import gathers
 from qarl.weight_sync.codes import gather_codes
 from qarl.weight_sync.quantize import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
@@ -114,8 +113,7 @@ class Gathering:
 
     def in_pieces(self, masters: dict[str, Tensor]) -> Snapshot:
         """As `of_masters`, but with few rows of a stack at a time and few tensors per message."""
-        few = partial(codes.own_rows, most=10_000), partial(codes.BucketedGather, most=10_000)
-        with patch.object(codes, "own_rows", few[0]), patch.object(codes, "BucketedGather", few[1]):
+        with patch.object(gathers, "RUN_BYTES", 10_000), patch.object(gathers, "MESSAGE_BYTES", 10_000):
             return self.of_masters(masters, False)
 
 

@@ -96,7 +96,7 @@ def gathers(exchange: Exchange) -> int:
                 assert found.dtype == dtype and found.is_contiguous() and same(found, whole), (shape, dtype, some)
                 assert not own.numel() or found.data_ptr() != own.data_ptr()
                 memory = torch.full((2, *shape), -1.0).to(dtype)
-                found = exchange.begin_gather(own, some, memory[1]).rows()
+                found = exchange.begin_gathers([own], [some], [memory[1]])[0].rows()
                 assert found.data_ptr() == memory[1].data_ptr() and same(memory[1], whole), (shape, dtype, some)
                 assert same(memory[0], torch.full(shape, -1.0).to(dtype))
                 size += 2 * whole.nbytes
