@@ -54,7 +54,7 @@ def split_text(time: StepTime, length: int) -> str:
         time: Estimated time of a step.
         length: Assumed tokens per response.
     """
-    gpus = 8
+    gpus = 8  # an example
     samplers = time.samplers(gpus)
     waits, share = ("learner", 1 - 1 / time.ratio) if time.ratio > 1 else ("sampler", 1 - time.ratio)
     return (

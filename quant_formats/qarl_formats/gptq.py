@@ -4,7 +4,7 @@ For inputs X [T, K] of a layer with weight W [N, K], GPTQ minimizes ||X W^T - X 
 H = X^T X only. Columns are rounded one after the other. The error of each is compensated by the columns that are not
 rounded yet:
 
-    e_j = (w_j - deq(code_j)) / U_jj        U: upper Cholesky factor of (H + damp * mean(diag H) * I)^-1
+    e_j = (w_j - deq(code_j)) / U_jj        U: upper Cholesky factor of (H + DAMP * mean(diag H) * I)^-1
     w_k = w_k - e_j U_jk                    for the columns k that follow
 
 Columns with large inputs come first ("activation order"), while the most columns are left to compensate.
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qarl_formats.scheme import CodeGrid, Scheme, Shape
 
-DAMP = 0.01
+DAMP = 0.01  # fraction of the mean of the Hessian's diagonal that is added to the diagonal
 BLOCK = 128  # columns whose updates of all later columns are one matrix product
 _RETRIES = 4
 
@@ -36,7 +36,6 @@ def gptq(
     hessian: Tensor,
     scheme: Scheme,
     shared: Tensor | None = None,
-    damp: float = DAMP,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Quantize a weight so that its products with calibration inputs change little.
 
@@ -45,7 +44,6 @@ def gptq(
         hessian: X^T X of the inputs, [K, K]; its dtype (float32 or float64) is that of the updates.
         scheme: One with `chooses_codes`.
         shared: See `Scheme.quantize`.
-        damp: Fraction of the mean of H's diagonal that is added to the diagonal.
 
     Returns:
         The stored tensors by suffix, and a master that quantizes to them, float32 [N, K].
@@ -57,7 +55,7 @@ def gptq(
     nearest, _ = scheme.quantize(weight.contiguous(), shared=shared)
     grid = scheme.code_grid(nearest, shape)
     order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = inverse_factor(hessian[order][:, order], damp)
+    factor = inverse_factor(hessian[order][:, order])
     codes = scheme.codes(nearest, shape).float()
     fixed = _ends(weight, grid, both="weight_zero_point" in nearest)
     while True:
@@ -94,8 +92,8 @@ def _compensated(weight: Tensor, codes: Tensor, fixed: Tensor, grid: CodeGrid, o
     return torch.empty_like(chosen).index_copy_(0, order, chosen).t().contiguous().float()
 
 
-def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
-    """Return U, upper triangular, with U^T U = (H + damp * mean(diag H) * I)^-1.
+def inverse_factor(hessian: Tensor) -> Tensor:
+    """Return U, upper triangular, with U^T U = (H + DAMP * mean(diag H) * I)^-1.
 
     If rounding makes the damped matrix indefinite, ten times the damping is tried, four times at most.
 
@@ -106,7 +104,7 @@ def inverse_factor(hessian: Tensor, damp: float) -> Tensor:
     unit = torch.eye(len(hessian), dtype=hessian.dtype, device=hessian.device)
     unit *= torch.where(mean > 0, mean, torch.ones_like(mean))  # inputs that are all zero
     for attempt in range(_RETRIES):
-        lower, info = torch.linalg.cholesky_ex(hessian + damp * 10**attempt * unit)
+        lower, info = torch.linalg.cholesky_ex(hessian + DAMP * 10**attempt * unit)
         if not info.item():
             upper, info = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not info.item() and upper.isfinite().all():
