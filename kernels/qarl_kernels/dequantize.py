@@ -13,10 +13,10 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
+from qarl_kernels.reference import FP8_BLOCK
 from qarl_kernels.shapes import check_tensor
 
 TILE = 2048  # values per program: 8 in each of 256 threads
-FP8_BLOCK = 128
 
 # These bits or'ed with a nibble u are the float 12,582,912 + u. The difference of two of them is exact, and one
 # addition is four times as fast as a conversion.

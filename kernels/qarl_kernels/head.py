@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels.backward import weight_grad, weight_sum
+from qarl_kernels.gemm import POINTERS
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import capability_of, launch, multiprocessors, supports_tma, tma_descriptor
@@ -39,7 +40,6 @@ STATISTICS_TILE = Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=Tr
 GRADIENT_TILE = Tile("x_first", 128, 256, 64, warps=8, stages=4, persistent=True, halves=True)
 GRADIENT_CUT = Tile("x_first", 128, 128, 64, warps=8, stages=4, persistent=True)  # with min-p; a larger tile spills
 BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
-POINTERS = Tile("x_first", 64, 64, 32)  # on Hopper, for row strides that TMA cannot read
 
 
 @dataclass(frozen=True)

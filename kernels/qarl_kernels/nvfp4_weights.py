@@ -17,9 +17,9 @@ from qarl_kernels.casts import narrow
 from qarl_kernels.dequantize import check_stored
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
+from qarl_kernels.nvfp4 import GROUP
 from qarl_kernels.quantize_kernels import _largest_and_count, _load_eight, _of_group
 
-GROUP = 16
 _ZERO_SCALE = tl.constexpr(0x20)  # 0.125 in e4m3
 WORDS = 256  # per program, one in each thread
 

@@ -20,11 +20,11 @@ from torch import Tensor
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 from qarl_kernels.quantize_kernels import activation_kernel, byte_kernel, int4_kernel
+from qarl_kernels.reference import FP8_BLOCK
 from qarl_kernels.rows import Activation, empty_codes
 
 MAX_ROW = 32_768  # values of a row that one program's registers hold: 32 in each of 1,024 threads
 TILE = 2048  # values per program where it is free to choose: 8 in each of 256 threads
-FP8_BLOCK = 128
 
 
 def _check_matrix(name: str, x: Tensor, dtypes: tuple[torch.dtype, ...], longest_row: int | None) -> None:

@@ -16,7 +16,7 @@ from qarl_kernels.activation import quantize_activation_fp8, quantize_activation
 # 127 * 128 * 1024 < 2**24: partial sums of this many int8 products are integers that float32 holds exactly, so the
 # FP32 units compute the int32 accumulation without error, in any order.
 INT8_EXACT_K = 1024
-FP8_BLOCK = 128
+FP8_BLOCK = 128  # rows and columns of a block with one scale
 INT4_EXACT_K = 16_384  # 127 * 8 * 16,384 < 2**24
 
 

@@ -47,18 +47,12 @@ class Gated(NamedTuple):
 
 
 @triton.jit
-def _silu(gate):
-    """Return gate / (1 + exp(-gate)) and the sigmoid. gate: f32."""
-    divisor = 1.0 + tl.exp(-gate)
-    return gate / divisor, 1.0 / divisor
-
-
-@triton.jit
 def _gated(gate, up):
     """Return round(round(silu(gate)) * up), 16-bit, and round(silu(gate)) and the sigmoid in f32."""
-    silu, sigmoid = _silu(widen(gate))
-    silu = widen(narrow(silu, gate.dtype))
-    return narrow(silu * widen(up), gate.dtype), silu, sigmoid
+    wide = widen(gate)
+    divisor = 1.0 + tl.exp(-wide)
+    silu = widen(narrow(wide / divisor, gate.dtype))
+    return narrow(silu * widen(up), gate.dtype), silu, 1.0 / divisor
 
 
 @triton.jit(do_not_specialize=["rows"])

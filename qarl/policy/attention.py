@@ -11,18 +11,17 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import compress
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from qarl_kernels.attention import PAGE, TILE, QueryTiles, paged_attention
+from qarl_kernels.flash.layout import packed_layout
 from torch import Tensor
 
+from qarl.policy.fused_attention import DecodeAttention, PackedAttention, PagedAttention, sampler_attention
 from qarl.policy.pages import Caches, Span, positions_of, slots_of
 from qarl.policy.trace import Context
-
-if TYPE_CHECKING:
-    from qarl.policy.fused_attention import DecodeAttention, PackedAttention, PagedAttention
 
 
 @dataclass
@@ -124,7 +123,7 @@ class PlainAttention:
         return _write_and_attend(q, k, v, self, self.caches[layer], scale, window)
 
 
-Attention: TypeAlias = "PlainAttention | PackedAttention | PagedAttention | DecodeAttention"
+Attention: TypeAlias = PlainAttention | PackedAttention | PagedAttention | DecodeAttention
 
 
 def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:
@@ -135,9 +134,7 @@ def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: boo
     kernels.
     """
     if fused:
-        from qarl.policy.fused_attention import packed_attention
-
-        return packed_attention(groups, device)
+        return PackedAttention(packed_layout(groups, device))
     return _plain_packed(groups, device)
 
 
@@ -146,8 +143,6 @@ def paged(spans: list[Span], device: torch.device, caches: Caches, fused: bool) 
     there.
     """
     if fused:
-        from qarl.policy.fused_attention import sampler_attention
-
         return sampler_attention(spans, device, caches)
     return PlainAttention(
         torch.tensor(positions_of(spans), device=device),

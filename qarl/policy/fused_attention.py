@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from qarl_kernels.flash.backward import attention_backward
 from qarl_kernels.flash.forward import attention_forward
-from qarl_kernels.flash.layout import PackedLayout, packed_layout
+from qarl_kernels.flash.layout import PackedLayout
 from qarl_kernels.flash.paged import PagedLayout, decode_attention, paged_attention, paged_layout
 from qarl_kernels.flash.pairs import from_cache
 from qarl_kernels.rotary import Rotation, rotary_forward, rotary_into_pages
@@ -159,11 +159,6 @@ def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tu
         keys, values = (from_cache(part.view(torch.uint8)[page, :, offset].view(part.dtype)) for part in cache)
         return keys.to(dtype), values.to(dtype)
     return keys[page, :, offset], values[page, :, offset]
-
-
-def packed_attention(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedAttention:
-    """See `qarl.policy.attention.packed`."""
-    return PackedAttention(packed_layout(groups, device))
 
 
 def sampler_attention(spans: Sequence[Span], device: torch.device, caches: Caches) -> PagedAttention:

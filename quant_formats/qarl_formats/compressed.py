@@ -129,7 +129,7 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
     """
     method = config.get("quant_method")
     if method != "compressed-tensors":
-        raise ValueError(f"method {_shown(method)} cannot be read; only compressed-tensors can")
+        raise ValueError(f"method {shown(method)} cannot be read; only compressed-tensors can")
     for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
         if config.get(key):
             raise ValueError(f"its {key} cannot be read; only quantized weights and activations can")
@@ -142,23 +142,23 @@ def parse_quantization_config(config: Mapping[str, Any]) -> tuple[Scheme, list[s
     kind = _scheme_of(weights, activations)
     symmetric, size, ignore = weights.get("symmetric"), weights.get("group_size"), config.get("ignore") or []
     if not isinstance(symmetric, bool):
-        raise ValueError(f"symmetric is {_shown(symmetric)}, expected true or false")
+        raise ValueError(f"symmetric is {shown(symmetric)}, expected true or false")
     if not isinstance(ignore, list) or not all(isinstance(entry, str) for entry in ignore):
-        raise ValueError(f"ignore is {_shown(ignore)}, expected a list of names")
+        raise ValueError(f"ignore is {shown(ignore)}, expected a list of names")
     grouped = bool(kind.group_sizes) and weights["strategy"] == "group"
     if grouped and (not isinstance(size, int) or isinstance(size, bool)):
-        raise ValueError(f"group_size is {_shown(size)}, expected a number")
+        raise ValueError(f"group_size is {shown(size)}, expected a number")
     by_channel = CHANNEL if kind.group_sizes else None
     found = make_scheme(kind.name, size if grouped else by_channel, symmetric)
     formats = [found.file_format, *(["int-quantized"] if found.unpackable else [])]
     if config.get("format") not in formats:
         raise ValueError(
-            f"format {_shown(config.get('format'))} is not that of scheme {kind.name} ({' or '.join(formats)})"
+            f"format {shown(config.get('format'))} is not that of scheme {kind.name} ({' or '.join(formats)})"
         )
     for key, value in found.weight_arguments().items():
         absent = key in _NEW_ARGUMENTS and weights.get(key) is None  # in files of older versions
         if weights.get(key) != value and not absent:
-            raise ValueError(f"weights with {key} {_shown(weights.get(key))} have no scheme; {kind.name} has {value!r}")
+            raise ValueError(f"weights with {key} {shown(weights.get(key))} have no scheme; {kind.name} has {value!r}")
     return found, list(ignore)
 
 
@@ -173,7 +173,7 @@ def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
     kinds = [kind for kind in kinds if (kind.weight_bits, kind.weight_type, kind.activation) == layout]
     if not kinds:
         raise ValueError(
-            f"{_shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"
+            f"{shown(bits)}-bit {weight_type} weights with {quantized or 'unquantized'} activations have no scheme"
         )
     kinds = [kind for kind in kinds if strategy in kind.strategies]
     # GPTQ with static activation ordering (alias: weight) changes the order in which columns are rounded. The groups
@@ -189,16 +189,16 @@ def _scheme_of(weights: Mapping[str, Any], activations: Any) -> type[Scheme]:
 
 def _mapping(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{name} is {_shown(value)}, expected an object")
+        raise ValueError(f"{name} is {shown(value)}, expected an object")
     return value
 
 
 def _text(values: Mapping[str, Any], key: str) -> str:
     if not isinstance(values.get(key), str):
-        raise ValueError(f"{key} is {_shown(values.get(key))}, expected text")
+        raise ValueError(f"{key} is {shown(values.get(key))}, expected text")
     return values[key]
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -13,6 +13,7 @@ from qarl_kernels.attention import PAGE
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
+from qarl.policy.fused_attention import DecodeAttention
 from qarl.policy.routes import NO_ROUTES, recording, stored, stored_dtype
 from qarl.policy.sampler import Sampler
 from qarl.rollout.native.graphs import Graphs, Inputs, graph_pages, graph_rows
@@ -140,8 +141,6 @@ class AsyncRunner(Runner):
 
     def _run(self, inputs: Inputs) -> None:
         """Run a decode; this is what a CUDA graph captures. All tensors are on the device at fixed addresses."""
-        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
-
         size, pages = inputs.table.shape
         attention = DecodeAttention(
             inputs.positions, inputs.slots, inputs.table, inputs.lengths, pages * PAGE, self.cache.layers

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+from qarl_formats.compressed import shown
 from qarl_formats.scheme import GROUP_SIZES, Scheme, Shape, Tensors
 
 if TYPE_CHECKING:
@@ -96,8 +97,3 @@ def count_of(what: str, total: int, each: int) -> int:
 def has_scheme(group_size: int | None) -> bool:
     """Whether an int4 scheme has groups of this size."""
     return group_size is None or group_size in GROUP_SIZES
-
-
-def shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from qarl.policy.attention import Attention, paged
+from qarl.policy.fused_attention import DecodeAttention, PagedAttention
 from qarl.policy.pages import Caches, Span
 
 
@@ -111,22 +112,16 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
         caches = [layer.pages for layer in self._layers]
         if self._fused and batch.max_query_len == 1:
             return self._decode(batch, caches)
-        counts, lengths = (
-            batch.query_start_loc_cpu.diff(),
-            batch.seq_lens_cpu_upper_bound,
-        )  # (S,): number of new tokens, of all tokens
+        counts = batch.query_start_loc_cpu.diff()  # (S,), number of new tokens
+        lengths = batch.seq_lens_cpu_upper_bound  # (S,), number of all tokens
         assert lengths is not None, "vLLM sets the lengths of its sequences"
         if not self._fused:
             return paged(_spans(batch, counts, lengths), self.device, caches, fused=False)
-        from qarl.policy.fused_attention import PagedAttention  # imports Triton, which the CPU does not need
-
         return PagedAttention.of_tables(
             counts.numpy(), (lengths - counts).numpy(), batch.block_table_tensor, caches, batch.slot_mapping
         )
 
     def _decode(self, batch: CommonAttentionMetadata, caches: Caches) -> Attention:
-        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
-
         assert batch.positions is not None and batch.num_reqs == batch.num_actual_tokens
         # A graph is replayed for all lengths, and its warm-up must launch the same kernels as its capture.
         longest = batch.max_seq_len if self._bound is None else self._bound

@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 
 from qarl.policy.attention import Attention, paged
+from qarl.policy.fused_attention import DecodeAttention
 from qarl.policy.pages import Caches, Span
 from qarl.policy.routes import NO_ROUTES, recording
 from qarl.rollout.published_weights import PublishedWeights
@@ -149,8 +150,6 @@ class ExactModel(nn.Module):
         rows, device, pages = len(positions), positions.device, self.pages()
         if not self.fused:
             return paged([Span(row, 1, 0, [0]) for row in range(rows)], device, pages, fused=False)
-        from qarl.policy.fused_attention import DecodeAttention  # imports Triton, which the CPU does not need
-
         nothing, table = positions.new_zeros(rows), torch.zeros(rows, 1, dtype=torch.int32, device=device)
         return DecodeAttention(nothing, nothing - 1, table, torch.ones_like(table)[:, 0], 1, pages)
 
