@@ -36,13 +36,8 @@ ELSEWHERE = ("sampler GPU", "host")  # phases of items that are not in the learn
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
-def master_bytes(parameters: int) -> int:
-    """FP32 master weights."""
-    return 4 * parameters
-
-
-def gradient_bytes(parameters: int) -> int:
-    """FP32 gradients of the masters."""
+def float32_bytes(parameters: int) -> int:
+    """Master weights, or their gradients."""
     return 4 * parameters
 
 
@@ -54,7 +49,7 @@ def optimizer_bytes(name: str, matrix_parameters: int, other_parameters: int) ->
 def saved_bytes(config: Config, architecture: Architecture) -> int:
     """Size of a training checkpoint on disk: masters and optimizer state. Headers (kilobytes) are not counted."""
     other = architecture.parameters - architecture.matrix_parameters
-    return master_bytes(architecture.parameters) + optimizer_bytes(
+    return float32_bytes(architecture.parameters) + optimizer_bytes(
         config.optim.name, architecture.matrix_parameters, other
     )
 
@@ -246,7 +241,7 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
         more.append(Item("batch of matrices that Muon orthogonalizes", batch, "optimizer", "optimizer"))
     return [
         masters_item(config, architecture, device, masters),
-        Item("gradients (float32)", gradient_bytes(gradients.parameters), "always"),
+        Item("gradients (float32)", float32_bytes(gradients.parameters), "always"),
         optimizer_item(config, device, optimizer),
         *more,
     ]
@@ -258,8 +253,8 @@ def masters_item(config: Config, architecture: Architecture, device: Device, sha
         linears = (n * k for _, n, k in architecture.linears())
         largest = max(architecture.vocab_size * architecture.hidden_size, *linears)
         own = min(largest, share.parameters)
-        return Item("largest master in transfer, the rest on the host", master_bytes(own), "publish")
-    return Item("master weights (float32)", master_bytes(share.parameters), "always")
+        return Item("largest master in transfer, the rest on the host", float32_bytes(own), "publish")
+    return Item("master weights (float32)", float32_bytes(share.parameters), "always")
 
 
 def optimizer_item(config: Config, device: Device, share: Share) -> Item:
@@ -303,7 +298,7 @@ def learner_items(
         items.append(Item("shadow: the sampler's operands of the version in training", shadow, "update"))
     held = (0 if aligned else 3) + (objective.band is not None) * (1 if aligned else 2)
     if every.gradients_every and held and device == "cpu":  # with a GPU they are kept in host memory
-        items.append(Item("gradients of the decomposition (float32)", held * gradient_bytes(parameters), "update"))
+        items.append(Item("gradients of the decomposition (float32)", held * float32_bytes(parameters), "update"))
     return items
 
 
@@ -403,18 +398,13 @@ def kept_items(config: Config, version: int, operands: int, device: Device) -> l
     if ahead.kept_versions != "host":
         return [Item(f"weights of {count} earlier versions", count * (version + operands), "always")]
     phase: Phase = "always" if device == "cpu" else "host"
+    # torch rounds pinned memory, which a GPU needs, up to a power of two.
+    each = version if device == "cpu" else 1 << (version - 1).bit_length()
     return [
         Item("copy of an earlier version for logp_old", version + operands, "update"),
-        Item(f"weights of {count} earlier versions in host memory", kept_host_bytes(count, version, device), phase),
+        # One more until the oldest is dropped.
+        Item(f"weights of {count} earlier versions in host memory", (count + 1) * each, phase),
     ]
-
-
-def kept_host_bytes(count: int, version: int, device: Device) -> int:
-    """Host memory of `count` earlier versions of `version` bytes each, and of one more until the oldest is dropped.
-
-    torch rounds pinned memory, which a GPU needs, up to a power of two.
-    """
-    return (count + 1) * (version if device == "cpu" else 1 << (version - 1).bit_length())
 
 
 def _samples_here(config: Config) -> bool:
@@ -447,16 +437,16 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
         ranks: Ranks on this machine. Sharded by rows they hold one copy together; with DeepSpeed each reads its own.
     """
     copies = ranks if config.distributed.engine == "deepspeed" else 1
-    masters = copies * master_bytes(architecture.parameters)
+    masters = copies * float32_bytes(architecture.parameters)
     if device == "cuda":
         kept = sum(item.bytes for item in kept_items(config, version_bytes(config, architecture), 0, device)[1:])
         return max(masters, _offloaded(config, architecture) + ranks * kept)
-    return copies * gradient_bytes(architecture.parameters) + saved_bytes(config, architecture)
+    return copies * float32_bytes(architecture.parameters) + saved_bytes(config, architecture)
 
 
 def _offloaded(config: Config, architecture: Architecture) -> int:
     """Bytes of masters and optimizer state that `optim.offload` keeps in host memory."""
-    on_gpu = master_bytes(architecture.parameters) if config.optim.offload == "moments" else 0
+    on_gpu = float32_bytes(architecture.parameters) if config.optim.offload == "moments" else 0
     return saved_bytes(config, architecture) - on_gpu if config.optim.offload else 0
 
 
@@ -509,7 +499,7 @@ def forward_peak(
         return None
     own = [item for item in estimate(config, architecture, device, tokens) if item.owner == "learner"]
     there = sum(item.bytes for item in own if item.phase == "always")
-    return there + fused.forward_peak - (0 if gradients else gradient_bytes(architecture.parameters))
+    return there + fused.forward_peak - (0 if gradients else float32_bytes(architecture.parameters))
 
 
 def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from qarl_formats.scheme import Scheme, is_ignored
@@ -103,7 +102,7 @@ def rows_in_flight(architecture: Architecture, ranks: int) -> int:
 
 
 def zero_lines(
-    architecture: Architecture, stage: int, ranks: int, given: Mapping[str, Any] = MappingProxyType({})
+    architecture: Architecture, stage: int, ranks: int, given: Mapping[str, Any]
 ) -> list[tuple[str, int, Phase]]:
     """Temporary memory of a ZeRO stage, in addition to masters, gradients and optimizer state (`zero_elements`).
 
