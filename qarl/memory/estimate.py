@@ -502,7 +502,7 @@ def forward_peak(
     return there + fused.forward_peak - (0 if gradients else float32_bytes(architecture.parameters))
 
 
-def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
+def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int) -> int:
     """Bytes that an optimizer step and the next version need on a rank's device, in addition to what is always held.
 
     The optimizer state, which the first step allocates, is not included.

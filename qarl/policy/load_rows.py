@@ -36,7 +36,7 @@ def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks, quant: QuantConf
     return {name: weights.read(name, plan.cut(name)[ranks.rank]) for name in plan.shapes}
 
 
-def row_weights(config: ModelConfig, ranks: Ranks, quant: QuantConfig | None = None) -> StoredWeights | None:
+def row_weights(config: ModelConfig, ranks: Ranks, quant: QuantConfig | None) -> StoredWeights | None:
     """Return the weights if tensors can be read one by one; None if the whole model must be loaded.
 
     A collective for GGUF models: the first rank converts the file.

@@ -28,14 +28,16 @@ class Teacher:
     divergence: Divergence
     sha256: str
 
-    def require_fits(self, student: PolicyParts, key: str) -> None:
+    def require_fits(self, student: PolicyParts) -> None:
         """Raise UserError if the two models cannot be compared, or the teacher's context is too short."""
         mine, its = student.config.vocab_size, self.policy.config.vocab_size
         if mine != its:
-            raise UserError(f"{key}: the teacher has {its:,} tokens and the student {mine:,}; give another teacher")
+            raise UserError(
+                f"objective.teacher.path: the teacher has {its:,} tokens and the student {mine:,}; give another teacher"
+            )
         if self.policy.max_length < student.max_length:
             raise UserError(
-                f"{key}: the teacher has {self.policy.max_length:,} positions and the student uses "
+                f"objective.teacher.path: the teacher has {self.policy.max_length:,} positions and the student uses "
                 f"{student.max_length:,}; set model.max_length"
             )
 

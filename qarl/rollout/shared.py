@@ -32,7 +32,7 @@ def generate_share(
     version: int,
     progress: Progress,
     ranks: Ranks,
-    samplers: range | None = None,
+    samplers: range,
 ) -> list[Rollout]:
     """Generate responses to this rank's share of all ranks' prompts (`Ranks.share`).
 
@@ -45,7 +45,7 @@ def generate_share(
         version: Policy version.
         progress: See `RolloutEngine.generate`.
         ranks: The ranks of the run.
-        samplers: Ranks that have a sampler. Default: all.
+        samplers: Ranks that have a sampler.
     """
     if ranks.count == 1:
         return engine.generate(prompts, sampling, version, progress)
@@ -100,8 +100,8 @@ class SharedEngine:
         engine: RolloutEngine,
         ranks: Ranks,
         check: Callable[[], None],  # called by all ranks after each `generate`
-        samplers: range | None = None,  # see `generate_share`
-        longer_s: float = 0,  # seconds that one rank may need more than another, see `together`
+        samplers: range,  # see `generate_share`
+        longer_s: float,  # seconds that one rank may need more than another, see `together`
     ) -> None:
         self._engine, self._ranks, self._check = engine, ranks, check
         self._samplers, self._longer_s = samplers, longer_s

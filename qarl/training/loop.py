@@ -320,7 +320,7 @@ class Loop:
             self.alarms.step(step, metrics)
 
 
-def next_commands(config: Config, ranks: int = 1) -> list[tuple[str, str]]:
+def next_commands(config: Config, ranks: int) -> list[tuple[str, str]]:
     """Return suggested commands after a finished run: (purpose, shell command).
 
     Args:

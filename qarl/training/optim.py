@@ -53,7 +53,7 @@ class Optimizer:
         self,
         kind: str,
         parts: dict[str, tuple[torch.optim.Optimizer, list[str]]],
-        master_dtype: torch.dtype = torch.float32,
+        master_dtype: torch.dtype,
     ) -> None:
         self.kind, self.master_dtype = kind, master_dtype
         self._parts = parts

@@ -179,7 +179,7 @@ def build_run(
         )
         teacher = together(ranks, lambda: open_teacher(config, device, data.context, console))
         if teacher is not None:
-            teacher.require_fits(policy, "objective.teacher.path")
+            teacher.require_fits(policy)
             inputs = inputs.with_teacher(teacher.sha256)
         learner = Learner(policy, updates, config, sampling.truncation, ranks, teacher)
         if learner.objective.needs.reference or config.diagnostics.reference_every:
@@ -459,8 +459,8 @@ def build_engine(
     prompts: Sequence[Prompt],
     run_dir: Path,
     warn: Callable[[str], None],
-    prelaunched: Sampler | None = None,
-    ranks: Ranks = ALONE,
+    prelaunched: Sampler | None,
+    ranks: Ranks,
 ) -> RolloutEngine:
     """Build the engine of `rollout.engine`. It samples only after its first publish.
 
