@@ -30,14 +30,18 @@ def score_share(
     """
     own = ranks.share(len(prompts), among)
     n = len(rollouts) // len(own) if own else 0
-    repeated = [prompts[i] for i in own for _ in range(n)]
-    columns = {name: [prompt.columns[name] for prompt in repeated] for name in prompts[0].columns}
-    texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
-    if ranks.count == 1:
-        return rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
     # A rank without prompts does not know n and has no completions to number.
-    share = Share(own.start * n, len(prompts) * n)
-    return rewards.score(texts, [prompt.text for prompt in repeated], columns, ids, share)
+    share = None if ranks.count == 1 else Share(own.start * n, len(prompts) * n)
+    return score_rollouts(rewards, [prompts[i] for i in own for _ in range(n)], rollouts, share)
+
+
+def score_rollouts(
+    rewards: RewardPool, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], share: Share | None = None
+) -> RewardResult:
+    """Score rollouts. prompts: one per rollout. share: see `RewardPool.score`."""
+    texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
+    columns = {name: [prompt.columns[name] for prompt in prompts] for name in (prompts[0].columns if prompts else ())}
+    return rewards.score(texts, [prompt.text for prompt in prompts], columns, ids, share)
 
 
 def gather_results(own: RewardResult, ranks: Ranks, max_failed_frac: float, place: str = "") -> RewardResult:

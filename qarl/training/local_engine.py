@@ -19,6 +19,7 @@ from qarl.errors import UserError
 from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
+from qarl.rewards.shared import score_rollouts
 from qarl.rollout.engine import SamplingParams, first_samples
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.sequence import Sequence as Response
@@ -189,9 +190,7 @@ class ReplayEngine(LocalEngine):
                 )
             )
         tick()
-        columns = {name: [prompt.columns[name] for prompt in repeated] for name in repeated[0].columns}
-        texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
-        return prompts, rollouts, self.rewards.score(texts, [prompt.text for prompt in repeated], columns, ids)
+        return prompts, rollouts, score_rollouts(self.rewards, repeated, rollouts)
 
     def _recorded(self, ids: list[int] | None) -> list[Prompt]:
         """Return the prompts of a recorded step.

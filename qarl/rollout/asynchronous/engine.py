@@ -35,7 +35,7 @@ from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
 from qarl.rewards.batch import Share
-from qarl.rewards.shared import judge
+from qarl.rewards.shared import judge, score_rollouts
 from qarl.rollout.asynchronous.connection import SamplerConnection
 from qarl.rollout.asynchronous.group_queue import POLL_S, GroupQueue
 from qarl.rollout.asynchronous.groups import (
@@ -520,10 +520,7 @@ class AsyncEngine:
                 self._queue.to_score = deque(group for group in self._queue.to_score if group.step != step)
             n, prompts = self.sampling.n, [group.prompt for group in groups for _ in range(self.sampling.n)]
             rollouts = [rollout for group in groups for rollout in group.ordered]
-            columns = {name: [prompt.columns[name] for prompt in prompts] for name in prompts[0].columns}
-            texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
-            share = Share(0, self._per_step * n)
-            scores = self._rewards.score(texts, [prompt.text for prompt in prompts], columns, ids, share)
+            scores = score_rollouts(self._rewards, prompts, rollouts, Share(0, self._per_step * n))
             with self._queue.changed:
                 for i, group in enumerate(groups):
                     group.scores = scores.part(slice(i * n, (i + 1) * n), first=i == 0)
