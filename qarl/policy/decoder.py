@@ -27,10 +27,6 @@ from qarl.policy.run import Recompute, Run
 from qarl.policy.trace import Note, unnoted
 
 
-def _unheard(masters: Sequence[nn.Parameter]) -> None:
-    """Nobody waits for gradients before the backward is over."""
-
-
 class Decoder:
     """Reads the layers of a model and runs them.
 
@@ -71,7 +67,7 @@ class Decoder:
         self.recompute: Recompute = "elementwise"
         self.backward: Backward = backward
         self.note: Note = unnoted
-        self.on_gradients: Callable[[Sequence[nn.Parameter]], None] = _unheard
+        self.on_gradients: Callable[[Sequence[nn.Parameter]], None] = lambda masters: None
 
     @property
     def linears(self) -> list[PackedLinear]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from qarl_kernels import pointwise
@@ -32,10 +31,8 @@ from qarl.policy.linear import OutputGradient, PackedLinear, activations, gradie
 from qarl.policy.mixture import KeptExperts, mixture, mixture_backward
 from qarl.policy.mlp import mlp, mlp_backward
 from qarl.policy.routes import ExpertLayer
+from qarl.policy.run import Recompute, Run
 from qarl.policy.trace import unnoted
-
-if TYPE_CHECKING:
-    from qarl.policy.run import Recompute, Run
 
 
 @dataclass

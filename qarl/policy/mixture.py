@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from qarl_formats.scheme import Codes
@@ -34,10 +34,8 @@ from torch import Tensor, nn
 from qarl.policy.linear import OutputGradient, PackedLinear, activations, gradient_of
 from qarl.policy.mlp import activate, mlp, mlp_backward, silu_product
 from qarl.policy.routes import ExpertLayer, Routes
+from qarl.policy.run import Recompute, Run
 from qarl.policy.trace import unnoted
-
-if TYPE_CHECKING:
-    from qarl.policy.run import Recompute, Run
 
 
 class MixtureLayer(Protocol):

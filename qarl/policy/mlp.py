@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from qarl_kernels import pointwise
 from qarl_kernels.swiglu import Gated, swiglu, swiglu_backward
 from torch import Tensor
 
 from qarl.policy.linear import OutputGradient, PackedLinear, activations
-
-if TYPE_CHECKING:
-    from qarl.policy.run import Run
+from qarl.policy.run import Run
 
 
 def activate(gate_up: Tensor, down: PackedLinear, run: Run) -> Gated:
