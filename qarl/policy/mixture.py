@@ -217,8 +217,7 @@ def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, rout
     grad = route_backward(grad_weights, routed, experts.normalize, kernels=kernels)
     if routes.balance is not None:
         losses = routes.balance
-        found = balance_grad(routed, losses.tokens, losses.aux, losses.z, losses.mean_slots, losses.layers)
-        grad = grad + found.grad_logits
+        grad = grad + balance_grad(routed, losses.tokens, losses.aux, losses.z, losses.mean_slots, losses.layers)
     return grad
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +76,8 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
             if members:
                 steps = [self._state(parameter)["step"] for parameter in members]
                 torch._foreach_add_(steps, 1)
-                self._update(list(self._buckets(members)), group)
+                buckets = list(self._buckets(members))
+                self.host.stream_through_device(buckets, partial(self._update, buckets, group))
 
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
         state = self.state[parameter]
@@ -107,12 +109,9 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
         if bucket:
             yield bucket
 
-    def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any]) -> None:
-        self.host.stream_through_device(buckets, lambda index, slot: self._fused(buckets[index], slot, group))
-
-    def _fused(self, bucket: Sequence[_Piece], slot: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, buckets: Sequence[list[_Piece]], group: dict[str, Any], index: int, slot: Tensor) -> None:
         """Update one bucket like `torch.optim.AdamW(fused=True)`."""
-        beta1, beta2 = group["betas"]
+        bucket, (beta1, beta2) = buckets[index], group["betas"]
         first, second, parameters = zip(*(piece.updated(slot) for piece in bucket), strict=True)
         torch._fused_adamw_(
             parameters,

@@ -148,7 +148,23 @@ class AllReduce(Stage):
         return
 
 
-class Partitioned(Stage):
+class _Zero(Stage):
+    """A stage whose gradients and step are those of DeepSpeed's own optimizer."""
+
+    def __init__(self, masters: Mapping[str, nn.Parameter], engine: Any, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(masters, engine, optimizer)
+        self._zero = engine.optimizer
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
+
+    def step(self) -> None:
+        self._zero.step()
+        if self._zero.overflow:
+            raise RuntimeError("DeepSpeed skipped a step although the gradient norm is finite")
+
+
+class Partitioned(_Zero):
     """Stages 1 and 2: this rank's flat partitions of the master weights, copied from full weights on every rank.
 
     Attributes:
@@ -160,7 +176,6 @@ class Partitioned(Stage):
     ) -> None:
         super().__init__(masters, engine, optimizer)
         self.each_round = each_round
-        self._zero = engine.optimizer
         self._group_of = {p: i for i, group in enumerate(self._zero.bit16_groups) for p in group}
 
     def begin(self) -> None:
@@ -178,10 +193,7 @@ class Partitioned(Stage):
     def gradients(self) -> list[Tensor]:
         if self.each_round:
             self._zero.finalize_gradient_accumulation_boundary()
-        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
-
-    def step(self) -> None:
-        _step(self._zero)
+        return super().gradients()
 
     def drop_gradients(self) -> None:
         for group in self._zero.averaged_gradients:
@@ -209,14 +221,10 @@ class Partitioned(Stage):
         self._zero.update_lp_params()
 
 
-class Sharded(Stage):
+class Sharded(_Zero):
     """Stage 3: only this rank's flat shards of each master weight; `whole` gathers one."""
 
     each_round = True
-
-    def __init__(self, masters: Mapping[str, nn.Parameter], engine: Any, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(masters, engine, optimizer)
-        self._zero = engine.optimizer
 
     def begin(self) -> None:
         self._zero.clear_backward_seen_flag()
@@ -231,12 +239,6 @@ class Sharded(Stage):
 
     def end(self) -> None:
         self._zero.independent_gradient_partition_epilogue()
-
-    def gradients(self) -> list[Tensor]:
-        return [gradient for group in self._zero.averaged_gradients.values() for gradient in group]
-
-    def step(self) -> None:
-        _step(self._zero)
 
     def drop_gradients(self) -> None:
         self._zero.averaged_gradients = {}
@@ -264,9 +266,3 @@ class Sharded(Stage):
 
         with zero.GatheredParameters([self.masters[name]]):
             return self.masters[name].detach().clone()
-
-
-def _step(zero: Any) -> None:
-    zero.step()
-    if zero.overflow:
-        raise RuntimeError("DeepSpeed skipped a step although the gradient norm is finite")

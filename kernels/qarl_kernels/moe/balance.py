@@ -1,4 +1,4 @@
-"""Router losses and their gradient, in plain torch: experts used equally often, and logits that stay small.
+"""The gradient of router losses, in plain torch: experts used equally often, and logits that stay small.
 
 Load balancing, as `load_balancing_loss_func` of transformers: E * sum_e F_e P_e over E experts. F_e is the mean number
 of slots per token and layer that expert e has, without gradient; P_e is its mean probability over tokens and layers.
@@ -8,28 +8,11 @@ equation 4, has k = 1 and one layer.) z-loss: the mean of logsumexp(logits)^2 pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from qarl_kernels.groups import Routed
 from qarl_kernels.moe.reference import probabilities
-
-
-@dataclass(frozen=True)
-class Balance:
-    """The contribution of one layer to the losses.
-
-    Attributes:
-        grad_logits: (T, E) float32, the gradient of aux * balance + z * z_loss.
-        balance: float32 scalar, unweighted. The load-balancing loss is the sum over all layers.
-        z_loss: float32 scalar, unweighted.
-    """
-
-    grad_logits: Tensor
-    balance: Tensor
-    z_loss: Tensor
 
 
 def choices(experts: Tensor, total: int) -> Tensor:
@@ -42,8 +25,8 @@ def choices(experts: Tensor, total: int) -> Tensor:
 
 def balance_grad(
     routed: Routed, counted: slice, aux: float, z: float, slots: Tensor | None = None, layers: int = 1
-) -> Balance:
-    """One layer's part of both losses over the tokens `counted`, and the gradient that it adds to the logits.
+) -> Tensor:
+    """Gradient of one layer's part of both losses over the tokens `counted`, (T, E) float32.
 
     Does not synchronize with the device; the same inputs give the same bits.
 
@@ -65,4 +48,4 @@ def balance_grad(
     of_logits = p * (slope - (p * slope).sum(1, keepdim=True)) + (2 * z / tokens) * normalizer * p
     grad = torch.zeros_like(routed.logits)
     grad[counted] = of_logits
-    return Balance(grad, total / layers * (slots * p.mean(0)).sum(), normalizer.square().mean())
+    return grad
