@@ -134,7 +134,7 @@ def _run_compiled(
 
 
 def _specialized(value: int) -> tuple[bool, bool, bool]:
-    """Return what Triton specializes on for an integer argument."""
+    """Return the key that Triton specializes an integer argument by."""
     return value == 1, value % 16 == 0, -(2**31) <= value < 2**31
 
 

@@ -61,7 +61,7 @@ class KeptSets(NamedTuple):
 
     @classmethod
     def of(cls, cut: Tensor) -> KeptSets:
-        """Return what a mask of cut tokens, bool (R, V), keeps. Waits for the device of the mask."""
+        """Return the tokens that a mask of cut tokens, bool (R, V), keeps. Waits for the device of the mask."""
         kept, vocabulary = ~cut, cut.shape[-1]
         counts = kept.sum(-1, dtype=torch.int32)
         dense = counts > vocabulary // 32

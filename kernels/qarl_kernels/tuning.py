@@ -138,7 +138,7 @@ def lookup(
 
 @cache
 def _entries(family: str, n: int, k: int, experts: int, gathered: bool, device: str) -> tuple[tuple[int, Entry], ...]:
-    """Entries to ask for a tile, best first, each with its number of experts."""
+    """Return the entries to look for a tile in, best first, each with its number of experts."""
     shape = Shape(n, k, experts, gathered)
     tables = [load_table(name).get(family) or {} for name in (device, *FALLBACK.get(device, ()))]
     found = [(experts, table[shape]) for table in tables if shape in table]

@@ -1,8 +1,8 @@
 """The decoder of a policy: embedding, decoder layers and the last norm, on the masters of a Hugging Face model.
 
 In plain torch autograd runs the backward. On Triton kernels the whole decoder is one function of autograd: its backward
-walks the layers itself, frees what a layer kept as it goes, recomputes as much as `recompute` says, and adds every
-master's gradient in place. The order of all sums is fixed, so a step gives the same bits twice.
+visits the layers itself, frees the intermediates of each layer, recomputes those that `recompute` names, and adds
+every master's gradient in place. The order of all sums is fixed, so a step gives the same bits twice.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Decoder:
     Attributes:
         recompute: What a backward recomputes instead of keeping it. elementwise: norms, rotation and activation; mlp:
             also the products of gate and up; products: all products but the MLP's last, so that beside a layer's input
-            the attention's output is kept; layer: everything. In plain torch autograd keeps what it wants, and the
+            the attention's output is kept; layer: everything. In plain torch autograd chooses what it keeps, and the
             first three are the same.
-        note: Records what each operation gives, see `qarl.policy.trace`.
-        on_gradients: Called by a fused backward, layer by layer, with the masters whose `.grad` is complete. In plain
-            torch autograd's own hooks tell.
+        note: Records the result of each operation, see `qarl.policy.trace`.
+        on_gradients: Called by a fused backward, layer by layer, with the masters whose `.grad` is complete. Not called
+            in plain torch, where autograd's own hooks do this.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Decoder:
         return last
 
     def run(self, ids: Tensor, rows: Tensor | None, run: Run, kept: list[Kept] | None = None) -> Normed:
-        """The last norm of the rows. kept: gets what each layer's backward needs; None: there is none."""
+        """Return the last norm of the rows. kept: receives each layer's intermediates; None if there is no backward."""
         fused = run.weights.fused
         x, residual = self._embedded(ids, run), None
         run.note(-1, "embedding", x)
@@ -171,7 +171,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class _Fused(torch.autograd.Function):
-    """The decoder on Triton kernels. Its first input stands for all masters, which get their gradients in place."""
+    """The decoder on Triton kernels. Its first input represents all masters, which get their gradients in place."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, decoder: Decoder, ids: Tensor, rows: Tensor, run: Run) -> Tensor:

@@ -118,7 +118,7 @@ class DecodeAttention:
     """One token per sequence over a KV cache.
 
     Launches depend on shapes and max_length alone, and everything else is on the device: a CUDA graph captures a
-    forward, and replays it on what the tensors hold then.
+    forward, and replays it on the tensors' current contents.
 
     Attributes:
         positions: (S,) int64.

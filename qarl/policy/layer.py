@@ -7,7 +7,7 @@
 In a mixture of experts x' comes from `qarl.policy.mixture`.
 
 If a weight set is fused, each operation is a Triton kernel: the norm adds the residual, and the kernel that makes
-activations quantizes them. The backward is then written out: it recomputes what is cheap, and adds each weight's
+activations quantizes them. The backward is then written out: it recomputes cheap intermediates, and adds each weight's
 gradient to the masters at once. Otherwise each operation is the kernel's plain-torch twin, and autograd runs the
 backward.
 """
@@ -105,7 +105,7 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """Sizes and masters of one layer, and what it computes.
+    """Sizes and masters of one layer, its forward and its backward.
 
     Attributes:
         window: Number of tokens that a query sees; None: all.

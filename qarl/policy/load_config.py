@@ -22,7 +22,7 @@ from qarl.utils.text import visible
 def load_architecture(config: ModelConfig, what: str = "config") -> Architecture | None:
     """Read the model's shape from its config.json or GGUF header. Returns None for a family that qarl does not know.
 
-    Raises UserError if the file is missing or invalid; `what` the caller is loading stands in the message.
+    Raises UserError if the file is missing or invalid; `what` names it in the message.
     """
     source = locate(config)
     place, file = f"model.path: cannot load the {what} of '{config.path}'", source.gguf_file or "config.json"

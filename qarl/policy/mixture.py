@@ -80,8 +80,8 @@ class KeptExperts:
     shared: KeptShared | None = None
 
     def drop(self, recompute: Recompute) -> KeptExperts:
-        """Return what to keep until the backward, see `Decoder`. The experts' products are k times as large as an
-        MLP's.
+        """Return the intermediates to keep until the backward, see `Decoder`. The experts' products are k times as
+        large as an MLP's.
         """
         return self if recompute == "elementwise" else KeptExperts(self.routed, self.groups)
 

@@ -93,7 +93,7 @@ class Policy:
         self.tied = self.head_master is model.get_input_embeddings().weight
         if snapshot is None:
             move_experts(model, device)
-            self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides what it takes
+            self.model = model.to(device)  # type: ignore[arg-type]  # its decorator hides its parameters
         positions, dtypes = -(-self.max_length // PAGE) * PAGE, {dtype, self.learner_dtype}
         how = quant.ste_input == "dequantized", quant.backward
         self.decoder = Decoder(self.model.base_model, positions, dtypes, device, *how)

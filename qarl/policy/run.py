@@ -24,7 +24,7 @@ class Run:
         attention: Attention over the batch's own keys or a KV cache.
         routes: Of the tokens through the experts.
         cos, sin: (positions, D); in plain torch (T, D), the position of each row.
-        note: Records what each operation gives, see `qarl.policy.trace`.
+        note: Records the result of each operation, see `qarl.policy.trace`.
         backward: See `OutputGradient`.
     """
 

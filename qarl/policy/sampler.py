@@ -32,7 +32,7 @@ class Sampler:
     Attributes:
         layout: Shapes, scheme and dtype of the model.
         weights: What the forward reads.
-        tracer: Records what every operation gives; the engine tells it which rows run next. None: nothing is recorded.
+        tracer: Records the result of every operation; the engine announces the rows that run next. None: no recording.
     """
 
     weights: WeightSet
@@ -87,7 +87,7 @@ class Sampler:
         """Yield every published tensor by name, read back from the operands of the forward.
 
         Raises:
-            PublishError: After the last tensor, if some operand is not, bit for bit, what its tensors make.
+            PublishError: After the last tensor, if some operand differs in any bit from the one that its tensors give.
         """
         proof = Proof()
         for linear, parts in self.weights.linears.items():

@@ -83,7 +83,7 @@ def replace_masters(policy: Policy, method: str, sequences: Sequence[Sequence[in
 class _Walk:
     """Quantizes every linear when its input is recorded.
 
-    linears: what the forward multiplies with; entries are replaced. master: by name. found: the new masters.
+    linears: weights that the forward multiplies with; entries are replaced. master: by name. found: the new masters.
     """
 
     def __init__(

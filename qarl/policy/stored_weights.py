@@ -29,7 +29,7 @@ class StoredWeights:
     Args:
         directory: The model's.
         architecture: What its config.json describes.
-        quant: The `quant` section of what reads them; None: dequantized values only.
+        quant: The `quant` section of the run that reads them; None: dequantized values only.
 
     Attributes:
         files: The stored tensors by name.

@@ -1,8 +1,8 @@
 """Digests of the results of each operation of a forward for one sequence, to find where two forwards diverge.
 
-A decoder reports what it computes (`Decoder.note`), operation by operation, for all rows of a packed batch. A `Tracer`
-keeps what belongs to one sequence, whichever rows it is in. A row is the sequence's if all tokens up to its own are, so
-a prompt that another response ran, or a page that another request filled, counts as well.
+A decoder reports the result of each operation (`Decoder.note`) for all rows of a packed batch. A `Tracer` keeps the
+rows that belong to one sequence. A row belongs to it if all tokens up to and including its own match the sequence, so a
+prompt that another response ran, or a page that another request filled, counts as well.
 """
 
 from __future__ import annotations

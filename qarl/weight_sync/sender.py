@@ -134,7 +134,7 @@ class WeightSender:
     def send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
         """Update a sampler to `snapshot`. A delta that it rejects is sent again as a full update.
 
-        Raises PublishError if a full update is rejected: what the sampler holds is unknown then.
+        Raises PublishError if a full update is rejected. The sampler's weights are undefined then.
         """
         try:
             self._send(connection, snapshot, mode)
@@ -177,7 +177,7 @@ class WeightSender:
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
             return difference(list(chain.from_iterable(scored)), expected)
         except SamplerFault:
-            transports = ()  # closing that sampler takes back what it did not release
+            transports = ()  # closing that sampler frees its unreleased transports
             raise
         finally:
             for transport in transports:

@@ -47,7 +47,7 @@ def symmetric(codes: Tensor, scale: Tensor, grid: Grid) -> Found:
     def ending(ulps: int) -> Candidate:
         return lambda codes, scale: _with_absmax(plain(codes, scale), codes, _moved(scale.float() * grid.divisor, ulps))
 
-    def zeros(codes: Tensor, scale: Tensor) -> Tensor:  # whose scale underflowed; e4m3 tells -0 from +0
+    def zeros(codes: Tensor, scale: Tensor) -> Tensor:  # of groups whose scale underflowed; e4m3 has -0 and +0
         return torch.where(codes.signbit(), -_SMALLEST, 0.0)
 
     return _search((codes, scale), [*map(ending, _ULPS), plain, zeros], quantize, plain)

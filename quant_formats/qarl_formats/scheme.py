@@ -2,7 +2,7 @@
 
 A scheme is one class in `qarl_formats.schemes`, registered by name in `qarl_formats.registry`:
 
-    what it is and takes           class attributes
+    properties and options         class attributes
     on disk                        tensor_specs, weight_arguments, activation_arguments, file_format
     arithmetic                     quantize, dequantize, codes, preimage, code_grid, with_codes
     product                        operands, plain_product, kernel_product, stored
@@ -82,7 +82,7 @@ class Scheme(ABC):
     interpreter) and 16-bit activations, and plain torch if it is False. Stored tensors have the same bits either way.
 
     Attributes:
-        group_size: Input features that share a scale. None: the whole row (per channel), or what the scheme fixes.
+        group_size: Input features that share a scale. None: the whole row (per channel), or the scheme's fixed size.
         symmetric: False stores a zero point per group.
         grid: "compressed-tensors" (absmax / 7.5, codes -8..7) or "symmetric7" (absmax / 7, codes -7..7).
         scale_dtype: dtype in which weight scales are stored; codes are computed from the stored value.
@@ -93,7 +93,7 @@ class Scheme(ABC):
     grid: str = GRIDS[0]
     scale_dtype: str = SCALE_DTYPES[0]
 
-    # --- what it is
+    # --- properties
     name: ClassVar[str]
     description: ClassVar[str]
     """One line for help and documentation."""
@@ -106,7 +106,7 @@ class Scheme(ABC):
     """Form in which `kernel_product` reads activations: codes and a scale per token ("fp8_group": per token and 128
     features), or None: 16-bit values."""
 
-    # --- what it takes
+    # --- options
     group_sizes: ClassVar[tuple[int, ...]] = ()
     """Valid group sizes beside CHANNEL; empty: the group size is fixed."""
     zero_points: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class Scheme(ABC):
 
     # --- where it runs
     capability: ClassVar[tuple[int, int]] = (0, 0)
-    """Compute capability that its Triton kernels need, beyond what all of them need."""
+    """Lowest compute capability of its Triton kernels, if it is above that of all kernels."""
     vllm_cpu: ClassVar[bool] = True
     """Whether vLLM's CPU build can multiply it."""
     row_block: ClassVar[int] = 1
@@ -128,7 +128,7 @@ class Scheme(ABC):
     Other kernels sum in another order and round elsewhere; if activations are quantized, a small difference crosses
     rounding steps and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more."""
 
-    # --- what compressed-tensors calls it
+    # --- names in compressed-tensors
     file_format: ClassVar[str]
     strategies: ClassVar[tuple[str, ...]] = ("channel",)
     shape_suffix: ClassVar[str] = "weight"
@@ -243,9 +243,9 @@ class Scheme(ABC):
         return None
 
     def stores_like(self, other: Scheme, shape: Shape) -> bool:
-        """Whether the stored tensors of a weight mean the same in both schemes, whatever they do to activations.
+        """Whether the stored tensors of a weight have the same values in both schemes; activations may differ.
 
-        Ignores the grid, which says how codes are chosen and not what they mean.
+        Ignores the grid, which determines how codes are chosen but not their values.
         """
         if not (self.quantized and other.quantized):
             return False
@@ -341,7 +341,7 @@ class Scheme(ABC):
         return found | ({"weight_shape": torch.tensor(shape)} if self.shape_suffix == "weight_shape" else {})
 
     def parts(self, operands: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
-        """`split` what `plain_product` reads."""
+        """`split` of the operands that `plain_product` reads."""
         return self.split({name: operands[name] for name in self.plain_operands}, widths)
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:

@@ -1,4 +1,4 @@
-"""Formats of quantized checkpoints, one file each: which tensors store a Linear layer, and what they stand for."""
+"""Formats of quantized checkpoints, one file each: the tensors that store a Linear layer, and their values."""
 
 from __future__ import annotations
 

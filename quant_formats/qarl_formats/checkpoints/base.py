@@ -58,7 +58,7 @@ class CheckpointFormat(ABC):
 
     @abstractmethod
     def read(self, module: str, tensors: Tensors, shape: Shape) -> LowBitWeight | Tensor:
-        """Return the weight of Linear `module` from its tensors by suffix, which are as `specs` says.
+        """Return the weight of Linear `module` from its tensors by suffix, which match `specs`.
 
         A bias is among them only if the model has no such parameter.
 

@@ -1,4 +1,4 @@
-"""compressed-tensors: what qarl and llm-compressor export, in the layout of every scheme.
+"""compressed-tensors, the format that qarl and llm-compressor export, in the layout of every scheme.
 
 Also groups in activation order (`actorder: group`): `weight_g_idx` int32 [K] is the group of each input. -1 means that
 the order was not used.
