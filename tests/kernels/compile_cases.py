@@ -313,7 +313,7 @@ def attention_paged() -> Iterator[str]:
     """Prefill and decode in one launch with a window, and decodes of the largest heads, whose chunks are shared out."""
     layout, dim = paged_layout(2000), 128
     cache = empty(300, 8, 16, dim)
-    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, 300, 2)
+    flash_paged.paged_attention(empty(layout.tokens, 16, dim), cache, cache, layout, dim**-0.5, 300)
     yield f"paged {dim}"
     dim = 256
     cache, table, lengths = empty(300, 8, 64, dim), empty(8, 128, dtype=torch.int32), empty(8, dtype=torch.int32)

@@ -35,7 +35,7 @@ class Paged:
         dim: int,
         page: int,
         device: torch.device,
-        axis: int = 2,
+        contiguous: bool = True,
         dtype=torch.bfloat16,
         held: torch.dtype | None = None,
     ) -> None:
@@ -48,15 +48,14 @@ class Paged:
         order = torch.randperm(sum(counts) + 1, generator=torch.Generator().manual_seed(4)).tolist()
         self.pages = [[order.pop() for _ in range(count)] for count in counts]
         self.first = [0, 200, 201]
-        self.axis = axis
         self.cache = []
         for rows in (self.batch.k, self.batch.v):
             cache = torch.full((sum(counts) + 1, page, kv_heads, dim), torch.nan, dtype=dtype, device=device)
             for s, length in enumerate(LENGTHS):
                 for position in range(length):
                     cache[self.pages[s][position // page], position % page] = rows[self.first[s] + position]
-            cache = cache if axis == 1 else cache.transpose(1, 2).contiguous()
-            self.cache.append(cache if held is None else to_cache(cache.to(held)))
+            cache = (cache if held is None else to_cache(cache.to(held))).transpose(1, 2)
+            self.cache.append(cache.contiguous() if contiguous else cache)
 
     def packed(self, window: int | None = None) -> Tensor:
         batch = self.batch
@@ -75,14 +74,15 @@ class Paged:
             [self.pages[s] for s, _, _ in spans],
             q.device,
         )
-        return paged_attention(q, *self.cache, layout, self.batch.scale, window, self.axis), rows
+        return paged_attention(q, *self.cache, layout, self.batch.scale, window), rows
 
 
 @pytest.mark.parametrize(
-    ("page", "axis", "window", "held"), [(16, 2, None, None), (64, 1, 70, None), (128, 1, 70, torch.float8_e4m3fn)]
+    ("page", "contiguous", "window", "held"),
+    [(16, True, None, None), (64, False, 70, None), (128, False, 70, torch.float8_e4m3fn)],
 )
-def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, axis, window, held) -> None:
-    paged = Paged(2, 1, 64, page, device, axis, held=held)
+def test_prefill_chunked_prefill_and_decode_give_the_packed_bits(device, page, contiguous, window, held) -> None:
+    paged = Paged(2, 1, 64, page, device, contiguous, held=held)
     packed = paged.packed(window)
     assert relative_error(packed, paged.batch.exact(window, *paged.batch.doubles())[0]) < 2**-8
     # whole sequences; pieces that end around a block and a chunk; single tokens beside them

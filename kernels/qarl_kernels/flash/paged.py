@@ -98,8 +98,8 @@ def paged_attention(
 
     Args:
         q: (T, H, D) bf16 or fp16, arbitrary row stride; every row belongs to one span of the layout.
-        k_cache, v_cache: (P, H_kv, PAGE, D), PAGE a multiple of 16; of q's dtype or float8_e4m3fn, with features in the
-            order of `pairs.py`. Slots past a sequence's end are not read.
+        k_cache, v_cache: (P, H_kv, PAGE, D), any strides but the last, PAGE a multiple of 16; of q's dtype or
+            float8_e4m3fn, with features in the order of `pairs.py`. Slots past a sequence's end are not read.
         layout: Queries and pages.
         scale: Factor of the scores, positive.
         window: Number of last tokens that a query sees; None: all.
