@@ -71,17 +71,6 @@ def input_grad_of(rows: Codes, weight: Transposed, dtype: torch.dtype) -> Tensor
     return gemm.scaled(rows.codes, rows.scale, weight.codes.codes, weight.codes.scale, None, dtype)
 
 
-def add_weight_grad_of(columns: Codes, x: Tensor, into: Tensor) -> None:
-    """into += dy^T @ x.
-
-    Args:
-        columns: Codes of dy transposed (N, M), from `quantize(dy, ...)`.
-        x: (M, K) bf16 or fp16.
-        into: (N, K) float32, last dimension contiguous.
-    """
-    _add_product(columns, columns_of(x), into)
-
-
 def transpose(weight: Tensor, scale: Tensor | None = None) -> Transposed:
     """Transpose a weight for dx.
 
@@ -126,18 +115,16 @@ def _grid(rows: int, columns: int) -> tuple[int, int]:
     return cdiv(columns, CODES["BLOCK_C"]), cdiv(rows, LINE) * (LINE // CODES["BLOCK_R"])
 
 
-def quantize(
-    x: Tensor, factor: Tensor | None = None, *, rows: bool = True, columns: bool = True
-) -> tuple[Codes | None, Codes | None]:
+def quantize(x: Tensor, factor: Tensor | None = None, *, rows: bool = True) -> tuple[Codes | None, Codes]:
     """Quantize x * factor per row, and x transposed per column of x. A scale is max(largest magnitude / 448, 2^-120).
 
     Args:
         x: (M, N) bf16 or fp16.
         factor: (N,) float32, or None.
-        rows, columns: Which of the two to compute.
+        rows: Whether to compute the codes of rows.
 
     Returns:
-        Codes (M, N) of rows and (N, M) of columns; None for one that was not requested.
+        Codes (M, N) of rows, or None, and (N, M) of columns.
     """
     if x.ndim != 2 or x.dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"the FP8 backward quantizes bf16 and fp16 matrices, not {x.dtype} {tuple(x.shape)}")
@@ -146,7 +133,7 @@ def quantize(
     bits = torch.zeros(m + n, dtype=torch.int32, device=x.device)
     scales = torch.empty(m + n, 1, dtype=torch.float32, device=x.device)
     row_codes = _lines(m, n, x.device) if rows else None
-    column_codes = _lines(n, m, x.device) if columns else None
+    column_codes = _lines(n, m, x.device)
     shared: dict[str, Any] = {
         "x": x,
         "factor": factor,
@@ -156,7 +143,6 @@ def quantize(
         "columns": n,
         "stride": x.stride(0),
         "ROW": rows,
-        "COLUMN": columns,
         "FACTOR": rows and factor is not None,
     }
     grid = cdiv(n, EXTENTS["BLOCK_C"]), cdiv(m, EXTENTS["STRIP"])
@@ -170,25 +156,23 @@ def quantize(
         column_codes=column_codes,
         column_scale=scales[:n],
         row_pitch=0 if row_codes is None else row_codes.stride(0),
-        column_pitch=0 if column_codes is None else column_codes.stride(0),
+        column_pitch=column_codes.stride(0),
         **shared,
         **CODES,
     )
-    return (
-        None if row_codes is None else Codes(row_codes, scales[n:]),
-        None if column_codes is None else Codes(column_codes, scales[:n]),
-    )
+    return None if row_codes is None else Codes(row_codes, scales[n:]), Codes(column_codes, scales[:n])
 
 
 def columns_of(x: Tensor) -> Codes:
     """Return the codes (N, M) of the columns of x (M, N) alone; see `quantize`."""
-    _, columns = quantize(x, rows=False)
-    assert columns is not None
-    return columns
+    return quantize(x, rows=False)[1]
 
 
-def _add_product(a: Codes, b: Codes, into: Tensor) -> None:
-    """into (M, N) float32 += the product of a (M, K) and b (N, K) along K."""
+def add_product(a: Codes, b: Codes, into: Tensor) -> None:
+    """into (M, N) float32 += the product of a (M, K) and b (N, K) along K.
+
+    For dW, a and b are the codes of the columns of dy and x, and K counts tokens.
+    """
     if capability_of(into) < (8, 9):
         raise ValueError("fp8 products need compute capability 8.9 (Ada, Hopper); use the 16-bit backward")
     m, k = a.codes.shape

@@ -33,12 +33,11 @@ def extents_kernel(
     x,  # (rows, columns) bf16, fp16 or e4m3
     factor,  # (columns,) f32, multiplies the values for row codes; None unless FACTOR
     row_bits,  # (rows,) i32 zeros; receives the bits of each row's largest magnitude if ROW
-    column_bits,  # (columns,) i32 zeros; the same of columns, without the factor, if COLUMN
+    column_bits,  # (columns,) i32 zeros; the same of columns, without the factor
     rows,
     columns,
     stride,
     ROW: tl.constexpr,
-    COLUMN: tl.constexpr,
     FACTOR: tl.constexpr,
     STRIP: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -52,14 +51,12 @@ def extents_kernel(
         r = tl.program_id(1) * STRIP + start + tl.arange(0, BLOCK_R)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         value = widen(tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0))
-        if COLUMN:
-            largest = tl.maximum(largest, _bits(value))
+        largest = tl.maximum(largest, _bits(value))
         if ROW:
             if FACTOR:
                 value = value * multiplier
             tl.atomic_max(row_bits + r, tl.max(_bits(value), axis=1), mask=r < rows, sem="relaxed")
-    if COLUMN:
-        tl.atomic_max(column_bits + c, tl.max(largest, axis=0), mask=c < columns, sem="relaxed")
+    tl.atomic_max(column_bits + c, tl.max(largest, axis=0), mask=c < columns, sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -78,7 +75,6 @@ def codes_kernel(
     row_pitch,
     column_pitch,
     ROW: tl.constexpr,
-    COLUMN: tl.constexpr,
     FACTOR: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -88,14 +84,13 @@ def codes_kernel(
     wide = r.to(tl.int64)[:, None]
     inside = (r < rows)[:, None] & (c < columns)[None, :]
     value = widen(tl.load(x + wide * stride + c[None, :], mask=inside, other=0.0))
-    if COLUMN:
-        step = _step(tl.load(column_bits + c, mask=c < columns, other=0))
-        code = narrow_e4m3(value * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)[None, :])
-        # No mask on rows: the padding takes the zeros, and a mask would turn vector stores into byte stores.
-        at = column_codes + c.to(tl.int64)[:, None] * column_pitch + r[None, :]
-        tl.store(at, tl.trans(code), mask=(c < columns)[:, None])
-        if tl.program_id(1) == 0:
-            tl.store(column_scale + c, step, mask=c < columns)
+    step = _step(tl.load(column_bits + c, mask=c < columns, other=0))
+    code = narrow_e4m3(value * tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)[None, :])
+    # No mask on rows: the padding takes the zeros, and a mask would turn vector stores into byte stores.
+    at = column_codes + c.to(tl.int64)[:, None] * column_pitch + r[None, :]
+    tl.store(at, tl.trans(code), mask=(c < columns)[:, None])
+    if tl.program_id(1) == 0:
+        tl.store(column_scale + c, step, mask=c < columns)
     if ROW:
         if FACTOR:
             value = value * tl.load(factor + c, mask=c < columns, other=0.0)[None, :]

@@ -164,7 +164,7 @@ class OutputGradient:
             codes = self.parts[0].weight.fp8_codes() if len(self.parts) == 1 else None
             transposed = fp8_backward.transpose(*(codes or (self._values(),)))
             rows, columns = fp8_backward.quantize(dy, transposed.factor)
-            assert rows is not None and columns is not None, "both were asked for"
+            assert rows is not None, "they were asked for"
             self._fp8 = transposed, rows, columns
 
     def of_input(self) -> Tensor:
@@ -190,7 +190,7 @@ class OutputGradient:
             else:
                 columns = self._fp8[2]
                 own = fp8_backward.Codes(columns.codes[features], columns.scale[features])
-                fp8_backward.add_weight_grad_of(own, read, sums[features])
+                fp8_backward.add_product(own, fp8_backward.columns_of(read), sums[features])
         if self.linear.biases:
             column_sum(self.dy, gradient_of(self.linear.biases))
 

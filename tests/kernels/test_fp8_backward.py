@@ -5,7 +5,7 @@ import torch
 from kernel_harness import QUIET
 from products import random, relative_error
 from qarl_kernels import fp8_backward
-from qarl_kernels.fp8_backward import Codes, add_weight_grad_of, input_grad_of, quantize, transpose
+from qarl_kernels.fp8_backward import Codes, add_product, columns_of, input_grad_of, quantize, transpose
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
@@ -26,19 +26,19 @@ ONE_OPERAND, BOTH = 0.028, 0.040
 
 def input_grad(dy: Tensor, plain: Tensor, scale: Tensor | None = None) -> Tensor:
     weight = transpose(plain, scale)
-    rows, _ = quantize(dy, weight.factor, columns=False)
+    rows, _ = quantize(dy, weight.factor)
     return input_grad_of(rows, weight, dy.dtype)
 
 
 def add_weight_grad(dy: Tensor, x: Tensor, into: Tensor) -> None:
-    add_weight_grad_of(quantize(dy, rows=False)[1], x, into)
+    add_product(columns_of(dy), columns_of(x), into)
 
 
 def both(dy: Tensor, x: Tensor, plain: Tensor, into: Tensor) -> Tensor:
     """dx, with dW added to `into`, from one quantization of dy."""
     weight = transpose(plain, None)
     rows, columns = quantize(dy, weight.factor)
-    add_weight_grad_of(columns, x, into)
+    add_product(columns, columns_of(x), into)
     return input_grad_of(rows, weight, dy.dtype)
 
 
@@ -75,13 +75,12 @@ def test_codes_of_rows_and_columns_are_those_of_plain_torch(device, dtype, m, n,
     x = random(m, n, seed=1, device=device).to(dtype)
     x[0] = 0.0
     factor = random(n, seed=2, device=device).abs() * 0.01
-    for by, rows, columns in ((None, True, True), (factor, True, True), (factor, True, False), (None, False, True)):
-        found_rows, found_columns = quantize(x, by, rows=rows, columns=columns)
-        assert (found_rows is None, found_columns is None) == (not rows, not columns)
+    for by, rows in ((None, True), (factor, True), (None, False)):
+        found_rows, found_columns = quantize(x, by, rows=rows)
+        assert (found_rows is None) == (not rows)
         if rows:
             _assert_same(found_rows, _rows_twin(x if by is None else x.float() * by))
-        if columns:
-            _assert_same(found_columns, _rows_twin(x.t()))
+        _assert_same(found_columns, _rows_twin(x.t()))
 
 
 @pytest.mark.parametrize(("m", "n", "k", "dtype"), CASES)

@@ -92,7 +92,10 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: quantize.activation_codes(zeros(2, 3, 16), "int8"), "^x must be a bfloat16 or float16 or float32 matrix"),
     (lambda: fp8_backward.transpose(zeros(64, 48, dtype=E4M3), zeros(1, 1)), "takes one per row"),
     (lambda: fp8_backward.transpose(zeros(64, 48), zeros(64, 1)), "only e4m3 has one"),
-    (lambda: fp8_backward.add_weight_grad_of(CODES, zeros(37, 48), zeros(48, 64)), "takes a float32 matrix of that"),
+    (
+        lambda: fp8_backward.add_product(CODES, fp8_backward.columns_of(zeros(37, 48)), zeros(48, 64)),
+        "takes a float32 matrix of that",
+    ),
     (lambda: combine.combine(D[:3], SLOTS, ALL), "d must have 4 rows for these groups, not 3"),
     (lambda: combine.combine_backward(D, D, SLOTS, ALL, D[:3]), "into must have 4 rows"),
     (lambda: combine.shared_backward(D, Shared(D, GATE.double()), D), r"gate must be contiguous float32 \[4\]"),
