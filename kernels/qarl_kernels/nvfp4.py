@@ -14,7 +14,7 @@ from torch import Tensor
 from qarl_kernels.reference import epilogue, matmul
 
 GROUP = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes
 
 
 def e2m1_values(packed: Tensor) -> Tensor:

@@ -22,10 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from qarl_kernels.nvfp4 import E2M1, GROUP
 from torch import Tensor
 
-GROUP = 16
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes
 E2M1_MAX = E2M1[-1]
 _E4M3 = torch.float8_e4m3fn
 _E4M3_MAX = torch.finfo(_E4M3).max

@@ -112,8 +112,7 @@ class NVFP4A16(Scheme):
 
     def code_grid(self, tensors: Tensors, shape: Shape) -> CodeGrid:
         import torch
-
-        from qarl_formats.nvfp4 import E2M1
+        from qarl_kernels.nvfp4 import E2M1
 
         step = tensors["weight_scale"].float() / tensors["weight_global_scale"]
         magnitudes = torch.tensor(E2M1, device=step.device)
