@@ -192,4 +192,4 @@ class WeightSender:
 
 
 def _ignore(responses: int, tokens: int) -> None:
-    """Progress of generation, which a publish has none of."""
+    """Ignore progress, which only generation reports."""
