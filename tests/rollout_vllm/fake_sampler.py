@@ -25,6 +25,7 @@ from torch import Tensor
 from qarl.rollout.engine import Progress, SamplingParams
 from qarl.rollout.vllm import process
 from qarl.rollout.vllm.channel import HEADER
+from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.phases import Phases
 from qarl.rollout.vllm.settings import InFlight, Request, Response, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint, fingerprints, verify
@@ -44,6 +45,8 @@ def settings(folder: Path) -> SamplerSettings:
 
 class FakeHost:
     """`qarl.rollout.vllm.host.Host` without vLLM: it holds and proves tensors, but draws evenly whatever they are."""
+
+    execute = Host.execute
 
     def __init__(
         self, settings: SamplerSettings, expected: Mapping[str, Fingerprint], phases: Phases | None = None

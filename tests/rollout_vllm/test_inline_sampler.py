@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qarl.rollout.vllm import inline
+from qarl.rollout.vllm.host import Host
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.weight_sync.sender import SamplerFault
 
@@ -36,8 +37,9 @@ class RecordingHost:
     """In place of vLLM: notes torch's modes at the start and at a wake, and fails at a sleep."""
 
     seen: ClassVar[list[tuple[bool, bool, bool]]] = []
+    execute = Host.execute
 
-    def __init__(self, settings: Any, expected: Any, phases: Any) -> None:
+    def __init__(self, settings: Any, expected: Any) -> None:
         self.seen.append(modes())
 
     def capabilities(self) -> dict[str, Any]:
