@@ -44,9 +44,10 @@ class Rewards:
     def score(
         self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]], share: Share | None = None
     ) -> RewardResult:
-        assert [f"prompt {n}" for n in columns["n"]] == asked and len(texts) == len(ids) == len(asked)
+        numbers = columns["n"] if ids else []  # a rank without prompts knows no columns
+        assert [f"prompt {n}" for n in numbers] == asked and len(texts) == len(ids) == len(asked)
         assert share is None or not ids or share.total >= share.first + len(ids)
-        total = [float((sum(tokens) + n) % 7) / 3 for tokens, n in zip(ids, columns["n"], strict=True)]
+        total = [float((sum(tokens) + n) % 7) / 3 for tokens, n in zip(ids, numbers, strict=True)]
         return RewardResult(total, {"own": total}, {"own": 0}, [])
 
 

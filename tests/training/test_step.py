@@ -71,7 +71,9 @@ def as_run(parts_: Parts) -> Run:
     prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {"n": i}) for i in range(4)]
 
     class Rewards:
-        def score(self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]]) -> RewardResult:
+        def score(
+            self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]], share: None
+        ) -> RewardResult:
             assert asked == [f"prompt {i // 4}" for i in range(16)] and columns == {"n": [i // 4 for i in range(16)]}
             total = [float(i % 5) for i in range(len(ids))]
             own = [float(sum(tokens)) for tokens in ids]
