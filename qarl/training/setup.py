@@ -19,6 +19,7 @@ from qarl_kernels.divergence import Divergence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
+from qarl.config.architecture import Architecture
 from qarl.config.config import mixture_faults
 from qarl.config.data import DataConfig
 from qarl.config.quant import scheme_of
@@ -255,6 +256,7 @@ def _open_data(
             )
         context = min(config.model.max_length or limit, limit)
         shape = load_architecture(config.model)
+        require_mixture(config, shape)
         if config.rollout.engine == "vllm" and _has_sampler(config, ranks):
             from qarl.rollout.vllm.launch import require_vllm
 
@@ -404,7 +406,7 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
         UserError: The configuration does not fit the model.
     """
     round_masters(model.parameters(), DTYPES[config.optim.master_dtype])
-    policy = Policy(
+    return Policy(
         model,
         scheme_of(config.quant),
         config.quant,
@@ -413,13 +415,11 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
         max_length,
         learner_dtype=DTYPES[config.learner_dtype],
     )
-    require_mixture(config, policy)
-    return policy
 
 
-def require_mixture(config: Config, policy: Policy) -> None:
-    """Raise UserError if experts are requested that the model does not have."""
-    for fault in () if policy.experts else mixture_faults(config):
+def require_mixture(config: Config, shape: Architecture | None) -> None:
+    """Raise UserError if experts are requested that the model does not have. shape: None if its family is unknown."""
+    for fault in () if shape is None or shape.mixture else mixture_faults(config):
         raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
 
 

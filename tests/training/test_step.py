@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -71,9 +72,7 @@ def as_run(parts_: Parts) -> Run:
     prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {"n": i}) for i in range(4)]
 
     class Rewards:
-        def score(
-            self, texts: list[str], asked: list[str], columns: dict, ids: list[list[int]], share: None
-        ) -> RewardResult:
+        def score(self, texts: list, asked: list, columns: dict, ids: list, share: None) -> RewardResult:
             assert asked == [f"prompt {i // 4}" for i in range(16)] and columns == {"n": [i // 4 for i in range(16)]}
             total = [float(i % 5) for i in range(len(ids))]
             own = [float(sum(tokens)) for tokens in ids]
@@ -134,15 +133,18 @@ def test_a_failed_build_closes_every_part_and_raises_the_first_error(llama, tmp_
 
         return SimpleNamespace(close=close)
 
-    def refuse(*_: Any) -> None:
-        raise UserError("data of the ranks differ")
-
     data = SimpleNamespace(inputs=None, stream=None, tasks=[])
     monkeypatch.setattr(setup, "_open_data", lambda *_: (data, part("rewards"), part("task rewards")))
     monkeypatch.setattr(setup, "require_same_inputs", lambda *_: None)
     monkeypatch.setattr(setup, "_prelaunch_sampler", lambda *_: part("sampler"))
-    monkeypatch.setattr(setup, "_async_process", refuse)
+    monkeypatch.setattr(setup, "_async_process", Mock(side_effect=UserError("data of the ranks differ")))
     config = Config.model_validate(settings(llama, checkpoint={"resume": "never"}))
     with pytest.raises(UserError, match="data of the ranks differ"):
         setup.build_run(config, torch.device("cpu"), RunConsole("none"), tmp_path / "rewards.log")
     assert closed == ["sampler", "rewards", "task rewards"]
+
+
+def test_a_dense_model_is_refused_what_needs_experts(llama):
+    config = Config.model_validate(settings(llama, objective={"router_aux_coef": 0.1}))
+    with pytest.raises(UserError, match=r"router_aux_coef: 0\.1: the model has no experts"):
+        setup.require_mixture(config, setup.load_architecture(config.model))
