@@ -138,8 +138,10 @@ def _garbled(logp: np.ndarray, response: np.ndarray) -> np.ndarray:
 
 def _runs(mask: np.ndarray, length: int = 1) -> list[tuple[int, int]]:
     """(start, stop) of the runs of True of at least `length` elements."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], mask, [False]]).astype(np.int8))).reshape(-1, 2)
-    return [(int(a), int(b)) for a, b in edges[edges[:, 1] - edges[:, 0] >= length]]
+    at = np.flatnonzero(mask)
+    starts, stops = at[np.diff(at, prepend=-2) > 1], at[np.diff(at, append=len(mask) + 1) > 1] + 1
+    found = stops - starts >= length
+    return list(zip(starts[found].tolist(), stops[found].tolist(), strict=True))
 
 
 def _share(mask: np.ndarray) -> float:
