@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import JsonValue
 
 from qarl.config.messages import validated
+from qarl.config.reward import RESERVED_ARGUMENTS
 from qarl.inputs.limits import ITEMS, ROWS, SCORE, TEXT, TOKENS
 from qarl.inputs.section import Fault, Field, Name, PathName, Section
 
 LOCAL_SUFFIXES = (".json", ".jsonl", ".parquet", ".csv")
 TASKS = ("arithmetic",)
-# Reward functions receive these arguments from qarl, so no data column can have one of these names.
-RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completions", "completion_ids"})
+RESERVED_COLUMNS = RESERVED_ARGUMENTS | {"prompt"}  # no data column can have one of these names
 TEMPLATE_OPTION = "--chat-template-kwargs"  # option name for messages
 WIDTH_LIMIT = 1000  # characters per field of data.prompt_template
 

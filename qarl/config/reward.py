@@ -11,9 +11,8 @@ from qarl.inputs.paths import PATH_BYTES
 from qarl.inputs.section import Fault, Field, Section, path_faults
 
 BUILTIN_REWARDS = ("math", "choice", "code", "exact", "regex", "length", "overlong", "format", "reasoning_gym")
-
-
-RESERVED = {"completions", "prompts", "completion_ids"}
+RESERVED_ARGUMENTS = frozenset({"completions", "prompts", "completion_ids"})
+"""Arguments that every reward function receives from qarl. No option and no data column can have one of these names."""
 
 
 class RewardFunction(Section):
@@ -34,7 +33,7 @@ class RewardFunction(Section):
 
     def faults(self) -> Iterator[Fault]:
         yield from path_faults("name", self.file)
-        for name in sorted(RESERVED & self.options.keys()):
+        for name in sorted(RESERVED_ARGUMENTS & self.options.keys()):
             yield Fault(
                 ("options", name), self.options[name], "is an argument of every reward function; rename the option"
             )

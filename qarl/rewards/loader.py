@@ -77,14 +77,13 @@ def _bind_builtin(function: Callable[..., Any], options: dict[str, Any], columns
         raise UserError(f"unknown option `{unknown[0]}`; it takes {', '.join(known) or 'none'}")
     if missing := [name for name, value in known.items() if value is inspect.Parameter.empty and name not in options]:
         raise UserError(f"needs the option `{missing[0]}`")
+    _check_types(function, options)
     # Option names are hidden from the columns, so a data column called `group` cannot set the option.
     bound = functools.partial(_call, function, options, frozenset(known))
     try:
         bound([], [], {column: [] for column in [*columns, "completion_ids"]})
     except TypeError as error:
-        _check_types(function, options)
         raise UserError(f"an option has the wrong type: {error}") from error
-    _check_types(function, options)
     return bound
 
 
