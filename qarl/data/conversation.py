@@ -62,11 +62,11 @@ def plain_messages(messages: list[Message], place: str) -> list[Message]:
     return plain
 
 
-def row_arguments(tools: Any, kwargs: Any, place: str, template: Any) -> Arguments:
+def row_arguments(tools: Any, kwargs: Any, place: str, uses_tools: bool) -> Arguments:
     """Return the arguments of the chat template that a row gives in the columns `tools` and `chat_template_kwargs`.
 
     Both may be JSON text. Values of another type are no such arguments. Keys with null are dropped, see
-    `plain_messages`.
+    `plain_messages`. uses_tools: Whether the chat template uses `tools`.
 
     Raises:
         UserError: A name cannot be an argument, or the chat template does not use `tools`.
@@ -76,7 +76,7 @@ def row_arguments(tools: Any, kwargs: Any, place: str, template: Any) -> Argumen
     for fault in template_argument_faults(arguments):
         raise UserError(f"{place}: `{visible('.'.join(map(str, fault.key)))}` {fault.text}")
     if isinstance(tools, list) and tools and all(isinstance(tool, dict) for tool in tools):
-        if not re.search(r"\btools\b", str(template)):
+        if not uses_tools:
             raise UserError(
                 f"{place}: has tools, but the model's chat template does not use `tools`; use a model whose template "
                 "does, or rename the column"

@@ -215,8 +215,9 @@ def conversation_of(prompt: str | list[Message], index: int, place: str, config:
 def arguments_of(rows: list[Row], places: list[str], config: DataConfig, template: Any) -> list[Arguments]:
     """Return the arguments of the chat template per row, without tools if `data.prompt_template` writes them itself."""
     named = re.search(r"\{tools\b", config.prompt_template or "") is None
+    uses_tools = re.search(r"\btools\b", str(template)) is not None
     return [
-        row_arguments(row.get("tools") if named else None, row.get("chat_template_kwargs"), place, template)
+        row_arguments(row.get("tools") if named else None, row.get("chat_template_kwargs"), place, uses_tools)
         for row, place in zip(rows, places, strict=True)
     ]
 
