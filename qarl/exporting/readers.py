@@ -83,7 +83,7 @@ def fault_of_experts(quantization: Mapping[str, Any], linears: Iterable[str]) ->
         zero_points = "" if weights["symmetric"] else " with zero points"
         return f"transformers does not dequantize experts in {layout}{zero_points} (strategy {weights['strategy']})"
     left = [name for name, found in ignored.items() if (True in found if packed else len(found) == 2)]
-    return f"transformers does not load {left[0]}, of which experts are not quantized" if left else None
+    return f"transformers does not load the unquantized experts of {left[0]}" if left else None
 
 
 @torch.no_grad()

@@ -51,8 +51,8 @@ def test_every_reader_agrees_and_the_router_is_ignored(tiny_model, tmp_path, fam
     [
         ("nvfp4a16", "lm_head", "experts in nvfp4-pack-quantized (strategy tensor_group)"),
         # transformers would leave them at random values
-        ("w4a16-g32", r"re:.*layers\.1\.", "layers.1.block_sparse_moe.experts.w1, of which experts are not quantized"),
-        ("fp8", r"re:.*\.2\.w1", "layers.0.block_sparse_moe.experts.w1, of which experts are not quantized"),
+        ("w4a16-g32", r"re:.*layers\.1\.", "the unquantized experts of model.layers.1.block_sparse_moe.experts.w1"),
+        ("fp8", r"re:.*\.2\.w1", "the unquantized experts of model.layers.0.block_sparse_moe.experts.w1"),
     ],
 )
 def test_what_transformers_cannot_read_is_said(tiny_model, tmp_path, scheme, ignored, reason):
