@@ -46,13 +46,7 @@ Overrides = Annotated[
 ]
 Processes = Annotated[
     int | None,
-    typer.Option(
-        "--nproc",
-        min=1,
-        max=DEVICES,
-        help="Number of ranks on this machine, one per GPU. Default: 1.",
-        show_default=False,
-    ),
+    typer.Option("--nproc", min=1, max=DEVICES, help="Number of ranks on this machine, one per GPU. Default: 1."),
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,27 +46,8 @@ def path_of(place: str, stream: bool = False) -> Callable[[str], Path]:
     return parse
 
 
-def name_of(place: str) -> Callable[[str], str]:
-    """Return a parser of a run, checkpoint or model: a path, or a name on the hub or in a package.
-
-    Args:
-        place: Option or argument, for messages.
-    """
-
-    def parse(value: str) -> str:
-        if fault := path_fault(value):
-            raise UserError(f"{place}: '{shown_path(value)}': {fault}")
-        return text_of(place)(value)  # it is written to configurations, which are UTF-8
-
-    return parse
-
-
 def text_of(place: str) -> Callable[[str], str]:
-    """Return a parser of UTF-8 text.
-
-    Args:
-        place: Option or argument, for messages.
-    """
+    """Return a parser of UTF-8 text. place: as for `path_of`."""
 
     def parse(value: str) -> str:
         try:
@@ -75,6 +57,30 @@ def text_of(place: str) -> Callable[[str], str]:
         return value
 
     return parse
+
+
+def name_of(place: str) -> Callable[[str], str]:
+    """Return a parser of a run, checkpoint or model: a path, or a name on the hub or in a package."""
+
+    def parse(value: str) -> str:
+        if fault := path_fault(value):
+            raise UserError(f"{place}: '{shown_path(value)}': {fault}")
+        return text_of(place)(value)  # it is written to configurations, which are UTF-8
+
+    return parse
+
+
+stream_of = partial(path_of, stream=True)
+
+
+def option(name: str, metavar: str, help: str, parser_of: Callable[[str], Callable[[str], Any]] = text_of) -> Any:
+    """Return the typer option `name`, whose value `parser_of(name)` parses."""
+    return typer.Option(name, parser=parser_of(name), metavar=metavar, help=help)
+
+
+def argument(metavar: str, help: str, parser_of: Callable[[str], Callable[[str], Any]] = path_of) -> Any:
+    """Like `option`, for a positional argument. metavar: in brackets if it may be left out."""
+    return typer.Argument(parser=parser_of(metavar.strip("[]")), metavar=metavar, help=help)
 
 
 def template_object(text: str | None) -> dict[str, Any] | None:

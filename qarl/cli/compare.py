@@ -9,7 +9,7 @@ import typer
 from qarl_formats.registry import scheme_names
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.arguments import name_of, option, path_of, stream_of
 from qarl.cli.options import Calibration, CalibrationSamples
 from qarl.comparison.api import OFFLINE_TOKENS, refuse
 from qarl.config.quant import GROUPED, KVCacheDtype
@@ -24,126 +24,61 @@ def compare(
             metavar="CONFIG|STUDY [KEY.PATH=VALUE ...] | RUN RUN ...",
             help="A configuration, or a study of named variants (configs/reproductions): trains the missing members. "
             "Or existing run directories.",
-            show_default=False,
         ),
     ] = None,
     schemes: Annotated[
         str | None,
-        typer.Option(
-            "--schemes", metavar="LIST", help=f"Choose from {','.join(scheme_names())}. Default: as configured."
-        ),
+        option("--schemes", "LIST", f"Choose from {','.join(scheme_names())}. Default: as configured."),
     ] = None,
     learners: Annotated[
         str | None,
-        typer.Option(
-            "--learners", metavar="LIST", help="Choose from aligned,fake_quant,full_precision. Default: as configured."
-        ),
+        option("--learners", "LIST", "Choose from aligned,fake_quant,full_precision. Default: as configured."),
     ] = None,
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="LIST", help="Such as 0,1,2. Default: as configured.")
-    ] = None,
+    seeds: Annotated[str | None, option("--seeds", "LIST", "Such as 0,1,2. Default: as configured.")] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            parser=path_of("--out"),
-            metavar="DIR",
-            help="Directory for table, page, plots and members. Default: runs/compare-NAME.",
-        ),
+        option("--out", "DIR", "Directory for table, page, plots and members. Default: runs/compare-NAME.", path_of),
     ] = None,
     reuse: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--reuse",
-            parser=path_of("--reuse"),
-            metavar="DIR",
-            help="Reuse finished runs of the same configuration found in DIR. Repeatable.",
-        ),
+        option("--reuse", "DIR", "Reuse finished runs of the same configuration found in DIR. Repeatable.", path_of),
     ] = None,
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            "--profile",
-            parser=text_of("--profile"),
-            metavar="NAME",
-            help="One of a STUDY's profiles, such as gpu.",
-            show_default=False,
-        ),
-    ] = None,
-    only: Annotated[
-        str | None,
-        typer.Option("--only", metavar="LIST", help="Train only these variants of a STUDY.", show_default=False),
-    ] = None,
+    profile: Annotated[str | None, option("--profile", "NAME", "One of a STUDY's profiles, such as gpu.")] = None,
+    only: Annotated[str | None, option("--only", "LIST", "Train only these variants of a STUDY.")] = None,
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=WORKERS,
-            help="Number of members trained concurrently, spread over the GPUs. Default: 1.",
-            show_default=False,
+            min=1, max=WORKERS, help="Number of members trained concurrently, spread over the GPUs. Default: 1."
         ),
     ] = None,
     offline: Annotated[
-        str | None,
-        typer.Option(
-            "--offline",
-            parser=name_of("--offline"),
-            metavar="MODEL",
-            help="Compare the --schemes of a model or run without RL.",
-        ),
+        str | None, option("--offline", "MODEL", "Compare the --schemes of a model or run without RL.", name_of)
     ] = None,
     text: Annotated[
         Path | None,
-        typer.Option(
-            "--text",
-            parser=path_of("--text", stream=True),
-            metavar="FILE",
-            help="With --offline: UTF-8 text file. Default: a text included in qarl.",
-        ),
+        option("--text", "FILE", "With --offline: UTF-8 text file. Default: a text included in qarl.", stream_of),
     ] = None,
     group_size: Annotated[
-        int | None,
-        typer.Option(
-            min=-1, max=128, help=f"With --offline: group size of {GROUPED}. Default: 128.", show_default=False
-        ),
+        int | None, typer.Option(min=-1, max=128, help=f"With --offline: group size of {GROUPED}. Default: 128.")
     ] = None,
     kv_cache_dtype: Annotated[
         KVCacheDtype | None,
-        typer.Option(
-            "--kv-cache-dtype",
-            help="With --offline: KV cache dtype of every scheme. Default: the run's.",
-            show_default=False,
-        ),
+        typer.Option(help="With --offline: KV cache dtype of every scheme. Default: the run's."),
     ] = None,
     max_tokens: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            max=TOKENS,
-            help="With --offline: number of tokens of the text to use. Default: 4096.",
-            show_default=False,
-        ),
+        typer.Option(min=1, max=TOKENS, help="With --offline: number of tokens of the text to use. Default: 4096."),
     ] = None,
     device: Annotated[
-        Literal["auto", "cpu", "cuda"] | None,
-        typer.Option(help="With --offline: device. Default: auto.", show_default=False),
+        Literal["auto", "cpu", "cuda"] | None, typer.Option(help="With --offline: device. Default: auto.")
     ] = None,
     verify_digests: Annotated[
         bool | None,
-        typer.Option(
-            "--verify-digests/--no-verify-digests",
-            help="With --offline: check an exported model against its qarl_export.json. Default: on.",
-            show_default=False,
-        ),
+        typer.Option(help="With --offline: check an exported model against its qarl_export.json. Default: on."),
     ] = None,
     methods: Annotated[
         str | None,
-        typer.Option(
-            "--methods",
-            metavar="LIST",
-            help="With --offline: rtn,gptq,awq; a row for each scheme and method. Default: rtn.",
-            show_default=False,
-        ),
+        option("--methods", "LIST", "With --offline: rtn,gptq,awq; a row for each scheme and method. Default: rtn."),
     ] = None,
     calibration: Calibration = None,
     calibration_samples: CalibrationSamples = None,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qarl.cli.arguments import path_of
+from qarl.cli.arguments import argument, option, path_of
 from qarl.cli.options import Device, MovedModel
 from qarl.inputs.limits import STEPS
 from qarl.storage.runs import read_run_config
@@ -24,10 +24,7 @@ BESIDE = 80  # characters next to metric names: value, borders, and an explanati
 
 
 def diagnose(
-    run: Annotated[
-        Path,
-        typer.Argument(parser=path_of("RUN"), metavar="RUN", help="A run directory with rollouts and checkpoints."),
-    ],
+    run: Annotated[Path, argument("RUN", "A run directory with rollouts and checkpoints.")],
     step: Annotated[
         int | None,
         typer.Option(
@@ -36,15 +33,10 @@ def diagnose(
     ] = None,
     gradients: Annotated[
         bool,
-        typer.Option(
-            "--gradients/--no-gradients", help="Also run up to six backwards over the step's first minibatch."
-        ),
+        typer.Option(help="Also run up to six backwards over the step's first minibatch."),
     ] = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory. Default: RUN/diagnose/NNNNNN."
-        ),
+        Path | None, option("--out", "DIR", "Results directory. Default: RUN/diagnose/NNNNNN.", path_of)
     ] = None,
     model: MovedModel = None,
     device: Device = "auto",

@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of, template_object, text_of
-from qarl.cli.options import Device, GroupSize, KVCache, MovedModel, Scheme, Step, TemplateKwargs, VerifyDigests
+from qarl.cli import options
+from qarl.cli.arguments import option, path_of, template_object
 from qarl.config.evaluation_presets import PRESETS
 from qarl.config.messages import shown
 from qarl.errors import UserError
@@ -17,25 +17,19 @@ from qarl.inputs.limits import ITEMS, ROWS
 
 
 def evaluate(
-    target: Annotated[
-        str,
-        typer.Argument(
-            parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="What to evaluate."
-        ),
-    ],
+    target: options.Policy,
     data: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
             "--data",
-            parser=text_of("--data"),
-            metavar="NAME[=PATH]",
-            help=f"Data set ({', '.join(PRESETS)}), from the hub or a local file with the same columns. Repeatable. "
+            "NAME[=PATH]",
+            f"Data set ({', '.join(PRESETS)}), from the hub or a local file with the same columns. Repeatable. "
             "Default: the run's evaluation.tasks, or else its training data.",
         ),
     ] = None,
-    scheme: Scheme = None,
-    group_size: GroupSize = None,
-    kv_cache_dtype: KVCache = None,
+    scheme: options.Scheme = None,
+    group_size: options.GroupSize = None,
+    kv_cache_dtype: options.KVCache = None,
     samples: Annotated[int | None, typer.Option(help="Responses per prompt. Default: 4, or 1 if greedy.")] = None,
     k: Annotated[
         str | None, typer.Option(help="Values of k for pass@k, such as 1,4. Default: 1 and --samples.")
@@ -44,21 +38,15 @@ def evaluate(
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--no-chat",
             help="Apply the chat template. Default: as in training for a run or its export, and for other models "
             "if they have one; without --data, as configured per task.",
         ),
     ] = None,
     system: Annotated[
         str | None,
-        typer.Option(
-            "--system",
-            parser=text_of("--system"),
-            metavar="TEXT",
-            help="System message. Default: with --data, the run's data.system_prompt.",
-        ),
+        option("--system", "TEXT", "System message. Default: with --data, the run's data.system_prompt."),
     ] = None,
-    chat_template_kwargs: TemplateKwargs = None,
+    chat_template_kwargs: options.TemplateKwargs = None,
     max_response_length: Annotated[
         int | None,
         typer.Option(help="Maximum tokens per response. Default: as configured in the run; 1024 with --data."),
@@ -67,16 +55,13 @@ def evaluate(
         int | None, typer.Option(min=1, max=ROWS, help="Use only the first prompts of each set.")
     ] = None,
     seed: Annotated[int | None, typer.Option(min=0, max=2**63 - 1, help="Random seed. Default: 0.")] = None,
-    step: Step = None,
-    model: MovedModel = None,
-    verify_digests: VerifyDigests = True,
+    step: options.Step = None,
+    model: options.MovedModel = None,
+    verify_digests: options.VerifyDigests = True,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=path_of("--out"), metavar="DIR", help="Results directory. Default: RUN/eval/... or eval/..."
-        ),
+        Path | None, option("--out", "DIR", "Results directory. Default: RUN/eval/... or eval/...", path_of)
     ] = None,
-    device: Device = "auto",
+    device: options.Device = "auto",
 ) -> None:
     """Evaluate a quantized policy: avg@k and pass@k with 95 % confidence intervals. Rerun to resume."""
     ks = None if k is None else _numbers(k)

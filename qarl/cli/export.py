@@ -10,19 +10,11 @@ from typing import Annotated, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.arguments import argument, name_of, option
 from qarl.cli.options import MovedModel, Step
 from qarl.types import ExportResult
 
-ShardSize = Annotated[
-    str,
-    typer.Option(
-        "--max-shard-size",
-        parser=text_of("--max-shard-size"),
-        metavar="SIZE",
-        help="Maximum size of one file, such as 5GB or 500MB.",
-    ),
-]
+ShardSize = Annotated[str, option("--max-shard-size", "SIZE", "Maximum size of one file, such as 5GB or 500MB.")]
 Unpacked = Annotated[
     bool, typer.Option("--unpacked", help="Store one int4 code per byte (int-quantized), as some W4A8 kernels require.")
 ]
@@ -32,24 +24,13 @@ NoVllm = Annotated[
 ]
 PushToHub = Annotated[
     str | None,
-    typer.Option(
-        "--push-to-hub",
-        parser=text_of("--push-to-hub"),
-        metavar="NAME",
-        help="Upload the export and its card to this model repository of the Hugging Face hub.",
-    ),
+    option("--push-to-hub", "NAME", "Upload the export and its card to this model repository of the Hugging Face hub."),
 ]
 
 
 def export(
-    run: Annotated[
-        str,
-        typer.Argument(parser=name_of("RUN"), metavar="RUN", help="Run directory, or one of its checkpoints."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Argument(parser=path_of("OUT"), metavar="[OUT]", help="New directory. Default: RUN/export."),
-    ] = None,
+    run: Annotated[str, argument("RUN", "Run directory, or one of its checkpoints.", name_of)],
+    out: Annotated[Path | None, argument("[OUT]", "New directory. Default: RUN/export.")] = None,
     step: Step = None,
     model: MovedModel = None,
     dtype: Annotated[

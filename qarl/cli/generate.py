@@ -8,83 +8,47 @@ from typing import Annotated
 
 import typer
 
-from qarl.cli.arguments import name_of, path_of, template_object, text_of
-from qarl.cli.options import (
-    Device,
-    GroupSize,
-    KVCache,
-    MinP,
-    MovedModel,
-    Scheme,
-    Step,
-    TemplateKwargs,
-    TopK,
-    TopP,
-    VerifyDigests,
-)
+from qarl.cli import options
+from qarl.cli.arguments import option, stream_of, template_object
 from qarl.inference.target import given, resolve_target
 from qarl.inputs.limits import SAMPLES, TOKENS
 from qarl.utils.threads import wait_politely
 
 
 def generate(
-    target: Annotated[
-        str,
-        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="Policy to use."),
-    ],
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", parser=text_of("--prompt"), metavar="TEXT", help="A prompt. Repeatable."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompt-file",
-            parser=path_of("--prompt-file", stream=True),
-            metavar="FILE",
-            help="UTF-8 file with a prompt.",
-        ),
-    ] = None,
+    target: options.Policy,
+    prompt: Annotated[list[str] | None, option("--prompt", "TEXT", "A prompt. Repeatable.")] = None,
+    prompt_file: Annotated[Path | None, option("--prompt-file", "FILE", "UTF-8 file with a prompt.", stream_of)] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
-            "--chat/--no-chat",
             help="Wrap prompts in the chat template. Default: as the run, or the exported run, was trained; for "
             "another model, if it has one.",
         ),
     ] = None,
     system: Annotated[
-        str | None,
-        typer.Option(
-            "--system",
-            parser=text_of("--system"),
-            metavar="TEXT",
-            help="System message. Default: the run's data.system_prompt.",
-        ),
+        str | None, option("--system", "TEXT", "System message. Default: the run's data.system_prompt.")
     ] = None,
-    chat_template_kwargs: TemplateKwargs = None,
+    chat_template_kwargs: options.TemplateKwargs = None,
     stop: Annotated[
         list[str] | None,
-        typer.Option(
-            "--stop",
-            parser=text_of("--stop"),
-            metavar="TEXT",
-            help="Text that ends a completion. Repeatable. Default: the run's rollout.stop; '' for none.",
+        option(
+            "--stop", "TEXT", "Text that ends a completion. Repeatable. Default: the run's rollout.stop; '' for none."
         ),
     ] = None,
     n: Annotated[int, typer.Option(min=1, max=SAMPLES, help="Number of samples per prompt.")] = 1,
     temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")] = 0.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, max=TOKENS, help="Maximum tokens per completion.")] = 128,
-    scheme: Scheme = None,
-    group_size: GroupSize = None,
-    kv_cache_dtype: KVCache = None,
-    step: Step = None,
-    model: MovedModel = None,
-    verify_digests: VerifyDigests = True,
-    device: Device = "auto",
+    scheme: options.Scheme = None,
+    group_size: options.GroupSize = None,
+    kv_cache_dtype: options.KVCache = None,
+    step: options.Step = None,
+    model: options.MovedModel = None,
+    verify_digests: options.VerifyDigests = True,
+    device: options.Device = "auto",
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed.")] = 0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object per completion, with token ids and log-probs.")
@@ -104,10 +68,10 @@ def generate(
 
     texts = gather_texts(prompt or [], prompt_file)
     stops = None if not stop else tuple(text for text in stop if text)
-    options = GenerateOptions(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
+    wanted = GenerateOptions(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
     say = RunConsole("plain", stream=sys.stderr).message
     console = RunConsole("plain")
-    for number, completed in enumerate(complete(found, texts, options, device, say)):
+    for number, completed in enumerate(complete(found, texts, wanted, device, say)):
         if as_json:
             console.message(completed.as_json())
             continue

@@ -9,7 +9,7 @@ import typer
 from qarl_formats.registry import scheme_names
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of, text_of
+from qarl.cli.arguments import argument, name_of, option
 from qarl.cli.export import NoVllm, ShardSize, Unpacked, bar, show
 from qarl.cli.options import Calibration, CalibrationSamples, GroupSize, VerifyDigests
 from qarl.config.quant import GROUPED, ZERO_POINTS
@@ -18,36 +18,17 @@ SCHEMES = ", ".join(scheme_names(lambda kind: kind.weight_bits is not None))
 
 
 def quantize(
-    model: Annotated[
-        str,
-        typer.Argument(parser=name_of("MODEL"), metavar="MODEL", help="Directory, hub name, or package:NAME."),
-    ],
-    out: Annotated[Path, typer.Argument(parser=path_of("OUT"), metavar="OUT", help="New directory.")],
-    scheme: Annotated[
-        str,
-        typer.Option(
-            "--scheme", parser=text_of("--scheme"), metavar="SCHEME", help=f"{SCHEMES}, or bf16 for no quantization."
-        ),
-    ],
+    model: Annotated[str, argument("MODEL", "Directory, hub name, or package:NAME.", name_of)],
+    out: Annotated[Path, argument("OUT", "New directory.")],
+    scheme: Annotated[str, option("--scheme", "SCHEME", f"{SCHEMES}, or bf16 for no quantization.")],
     group_size: GroupSize = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help=f"Use zero points ({ZERO_POINTS}).")] = False,
     grid: Annotated[
-        str | None,
-        typer.Option(
-            "--grid",
-            parser=text_of("--grid"),
-            metavar="GRID",
-            help=f"symmetric7: codes -7 to 7 instead of -8 to 7 ({GROUPED}).",
-        ),
+        str | None, option("--grid", "GRID", f"symmetric7: codes -7 to 7 instead of -8 to 7 ({GROUPED}).")
     ] = None,
     ignore: Annotated[
         list[str] | None,
-        typer.Option(
-            "--ignore",
-            parser=text_of("--ignore"),
-            metavar="NAME",
-            help="Layer to leave unquantized in addition to lm_head, or re:REGEX. Repeatable.",
-        ),
+        option("--ignore", "NAME", "Layer to leave unquantized in addition to lm_head, or re:REGEX. Repeatable."),
     ] = None,
     method: Annotated[
         Literal["rtn", "gptq", "awq"],

@@ -7,21 +7,14 @@ from typing import Annotated
 
 import typer
 
-from qarl.cli.arguments import path_of
+from qarl.cli.arguments import argument, option, path_of
 
 
 def report(
-    run: Annotated[
-        Path, typer.Argument(parser=path_of("RUN"), metavar="RUN", help="A run directory, finished or not.")
-    ],
+    run: Annotated[Path, argument("RUN", "A run directory, finished or not.")],
     out: Annotated[
         Path | None,
-        typer.Option(
-            "--out",
-            parser=path_of("--out"),
-            metavar="FILE",
-            help="File of the page; plots/ is written next to it. Default: RUN/report.html.",
-        ),
+        option("--out", "FILE", "File of the page; plots/ is written next to it. Default: RUN/report.html.", path_of),
     ] = None,
 ) -> None:
     """Write a run's page: curves, mismatch, samples, evaluation, configuration. One HTML file, and plots as PNG."""

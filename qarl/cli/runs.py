@@ -11,15 +11,13 @@ from typing import Annotated, Any
 
 import typer
 
-from qarl.cli.arguments import path_of
+from qarl.cli.arguments import argument
 from qarl.storage.runs import METRICS, RunRecord, find_runs
 from qarl.utils.text import visible
 
 
 def runs(
-    root: Annotated[
-        Path, typer.Argument(parser=path_of("ROOT"), metavar="ROOT", help="Directory to search recursively.")
-    ] = Path("runs"),
+    root: Annotated[Path, argument("ROOT", "Directory to search recursively.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """List runs with state, step and reward. Does not load torch."""

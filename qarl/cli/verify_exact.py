@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import typer
 
 from qarl import api
-from qarl.cli.arguments import name_of, path_of
-from qarl.cli.options import Device, GroupSize, KVCache, MinP, MovedModel, Scheme, Step, TopK, TopP, VerifyDigests
+from qarl.cli import options
+from qarl.cli.arguments import option, path_of
 from qarl.inputs.json import strict
 from qarl.inputs.limits import SEQUENCES, TOKENS
 from qarl.storage.disk import require_output, write_together
@@ -19,13 +19,10 @@ from qarl.types import Difference, Exactness
 
 
 def verify_exact(
-    target: Annotated[
-        str,
-        typer.Argument(parser=name_of("RUN|CHECKPOINT|MODEL"), metavar="RUN|CHECKPOINT|MODEL", help="Policy to check."),
-    ],
-    scheme: Scheme = None,
-    group_size: GroupSize = None,
-    kv_cache_dtype: KVCache = None,
+    target: options.Policy,
+    scheme: options.Scheme = None,
+    group_size: options.GroupSize = None,
+    kv_cache_dtype: options.KVCache = None,
     engine: Annotated[
         Literal["native", "vllm"], typer.Option(help="Rollout engine; vllm runs with rollout.numerics exact.")
     ] = "native",
@@ -47,26 +44,20 @@ def verify_exact(
     ] = None,
     prompts: Annotated[
         Path | None,
-        typer.Option(
-            "--prompts",
-            parser=path_of("--prompts"),
-            metavar="FILE",
-            help="UTF-8 file with one prompt per line, used as given. Default: random tokens.",
+        option(
+            "--prompts", "FILE", "UTF-8 file with one prompt per line, used as given. Default: random tokens.", path_of
         ),
     ] = None,
     temperature: Annotated[float, typer.Option(help="Sampling temperature, above 0.")] = 1.0,
-    top_k: TopK = 0,
-    top_p: TopP = 1.0,
-    min_p: MinP = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**31 - 1, help="Random seed of prompts and sampling.")] = 0,
-    step: Step = None,
-    model: MovedModel = None,
-    verify_digests: VerifyDigests = True,
-    device: Device = "auto",
-    out: Annotated[
-        Path | None,
-        typer.Option("--json", parser=path_of("--json"), metavar="FILE", help="Also write the result to FILE as JSON."),
-    ] = None,
+    step: options.Step = None,
+    model: options.MovedModel = None,
+    verify_digests: options.VerifyDigests = True,
+    device: options.Device = "auto",
+    out: Annotated[Path | None, option("--json", "FILE", "Also write the result to FILE as JSON.", path_of)] = None,
 ) -> None:
     """Check that the engine's log-probs equal the learner's, bit for bit, for this model on this machine.
 
