@@ -29,8 +29,8 @@ from qarl.utils.signals import Signals, signal_name
 POLL_SECONDS = 0.2
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from qarl.utils.signals import sigterm_at_end_of_pipe; sigterm_at_end_of_pipe(int(sys.argv[2])); "
+    "import json, signal, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from qarl.utils.signals import signal_at_end_of_pipe; signal_at_end_of_pipe(int(sys.argv[2]), signal.SIGTERM); "
     "sys.argv[:] = ['qarl', *sys.argv[3:]]; from qarl.cli import main; main()"
 )
 

@@ -13,13 +13,11 @@ has a number, and replies with another number are dropped:
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import logging
 import math
 import numbers
 import os
-import select
 import signal
 import socket
 from collections.abc import Mapping, Set
@@ -30,6 +28,7 @@ from qarl.errors import UserError
 from qarl.inputs.code import describe
 from qarl.rewards.frames import Frames, frame, unpack
 from qarl.rewards.loader import RewardFunction, load_function
+from qarl.utils.signals import signal_at_end_of_pipe
 
 # For a score, and for a score times its weight. The sum of a million squares of this size fits in float32.
 SCORE_LIMIT = 1e9
@@ -39,7 +38,7 @@ _MESSAGE_CHARS = 2000
 
 def main(connection_fd: int, lifeline_fd: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
-    die_with_parent(lifeline_fd)
+    signal_at_end_of_pipe(lifeline_fd, signal.SIGKILL)
     die_before_parent()
     logging.basicConfig(format="%(name)s: %(message)s")
     connection = Connection(connection_fd)
@@ -170,20 +169,6 @@ def _shown(value: Any) -> str:
         return (
             f"a number of {value.bit_length():,} bits" if isinstance(value, int) else "a value that cannot be printed"
         )
-
-
-def die_with_parent(lifeline_fd: int) -> None:
-    """Make the kernel end this process (by SIGIO) when the parent, the only writer of the pipe, is gone.
-
-    Only one process per pipe is notified. Unlike a watchdog thread, this works while a function holds the GIL, and
-    unlike PR_SET_PDEATHSIG it does not fire when the parent thread that started the worker ends.
-    """
-    os.set_inheritable(lifeline_fd, False)
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline_fd], [], [], 0)[0]:  # the parent was gone before the notification was set up
-        os._exit(1)
 
 
 def die_before_parent() -> None:

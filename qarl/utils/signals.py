@@ -79,14 +79,19 @@ def signal_at_end_of(parent: int, signum: int) -> None:
         os._exit(1)
 
 
-def sigterm_at_end_of_pipe(read: int) -> None:
-    """Have the kernel send SIGTERM to this process when the only writer of a pipe, its parent, ends for any reason.
+def signal_at_end_of_pipe(read: int, signum: int) -> None:
+    """Have the kernel send `signum` to this process when the only writer of a pipe, its parent, ends for any reason.
 
-    Unlike `signal_at_end_of`, the end of the thread that started this process does not count. If the parent is gone
-    already, this process ends with exit code 1. read: the read end of the pipe.
+    Unlike with `signal_at_end_of`, the end of the thread that started this process does not count. Unlike a watchdog
+    thread, it works while other code holds the GIL. The kernel notifies one process per pipe. If the parent is gone
+    already, this process ends with exit code 1.
+
+    Args:
+        read: The read end of the pipe.
+        signum: The signal.
     """
     os.set_inheritable(read, False)
-    fcntl.fcntl(read, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(read, fcntl.F_SETSIG, signum)
     fcntl.fcntl(read, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(read, fcntl.F_SETFL, fcntl.fcntl(read, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([read], [], [], 0)[0]:  # it ended before the call
