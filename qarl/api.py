@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from qarl.checks.check import check_run
-from qarl.comparison.api import compare, compare_offline
+from qarl.comparison.api import compare as compare
+from qarl.comparison.api import compare_offline as compare_offline
 from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.distributed.rank_info import rank_info
@@ -24,19 +25,6 @@ from qarl.utils.threads import wait_politely
 
 if TYPE_CHECKING:
     from qarl.inference.target import Target
-
-__all__ = [
-    "compare",
-    "compare_offline",
-    "distill",
-    "evaluate",
-    "export",
-    "generate",
-    "quantize",
-    "sft",
-    "train",
-    "verify_exact",
-]
 
 AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
