@@ -243,12 +243,10 @@ def length(
     Returns:
         One score per response.
     """
-    if unit not in ("chars", "words", "tokens"):
-        raise UserError(f"unit must be chars, words or tokens, got {unit!r}")
     if target is not None and max is not None:
         raise UserError("give target or max, not both")
     for name, value in (("target", target), ("max", max)):
-        if value is not None and (isinstance(value, bool) or not 0 < value < math.inf):
+        if value is not None and not 0 < value < math.inf:
             raise UserError(f"{name} must be positive, got {value!r}")
     if unit == "tokens":
         sizes = [len(ids) for ids in column_values(columns, "completion_ids")]
@@ -278,16 +276,12 @@ def overlong(completions: list[str], prompts: list[str], *, max: int, buffer: in
         One score per response.
     """
     for name, value in (("max", max), ("buffer", buffer)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if value < 1:
             raise UserError(f"{name} must be a positive number of tokens, got {value!r}")
     if buffer > max:
         raise UserError(f"buffer ({buffer}) must be at most max ({max})")
     sizes = [len(ids) for ids in column_values(columns, "completion_ids")]
-    return [-_between(0.0, (size - (max - buffer)) / buffer, 1.0) for size in sizes]
-
-
-def _between(low: float, value: float, high: float) -> float:
-    return low if value <= low else high if value >= high else value
+    return [-sorted((0.0, (size - (max - buffer)) / buffer, 1.0))[1] for size in sizes]  # clamped to [-1, 0]
 
 
 def format(

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from functools import lru_cache
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from qarl.rewards.number_text import maybe_euler, read
 from qarl.rewards.numbers import equal
@@ -109,7 +109,7 @@ def _matrices(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool | 
     return shapes[0] == shapes[1] and _ordered(cells[0], cells[1], symbolic, depth)
 
 
-class _Parts:
+class _Parts(NamedTuple):
     """An answer as a collection.
 
     Attributes:
@@ -118,8 +118,9 @@ class _Parts:
         items: Possible ways to split it: the comma in `100,200` may separate thousands or items.
     """
 
-    def __init__(self, kind: str, brackets: str, items: list[list[str]]) -> None:
-        self.kind, self.brackets, self.items = kind, brackets, items
+    kind: str
+    brackets: str
+    items: list[list[str]]
 
 
 @lru_cache(maxsize=1024)
@@ -239,15 +240,9 @@ def _comparison(wanted: _Parts, actual: _Parts) -> Callable[[list[str], list[str
     if kinds == {"tuple"}:
         longer = all(len(items) > 2 for items in [*wanted.items, *actual.items])
         return _ordered if longer or wanted.brackets == actual.brackets else None
-    if kinds in ({"tuple", "list"}, {"tuple", "set"}):
-        return (
-            _ordered
-            if "set" not in kinds and "(" in (wanted.brackets + actual.brackets)
-            else (_ordered if "set" not in kinds and wanted.brackets == "[]" else None)
-        )
-    if "union" in kinds and kinds != {"union"}:
-        return None
-    return _unordered
+    if kinds == {"tuple", "list"}:
+        return _ordered if "(" in wanted.brackets + actual.brackets or wanted.brackets == "[]" else None
+    return None if len(kinds) > 1 and kinds & {"tuple", "union"} else _unordered
 
 
 def _ordered(gold: list[str], answer: list[str], symbolic: Symbolic, depth: int) -> bool:

@@ -163,13 +163,9 @@ class _Parser:
         value = self._atom(depth)
         if self.text.startswith("^", self._skip()):
             self.position = self._skip() + 1
-            self._mark_power(value)
+            self._powers_of_ten = self._powers_of_ten and value == 10
             return power(value, self._exponent(depth))
         return value
-
-    def _mark_power(self, base: Value) -> None:
-        if base != 10:
-            self._powers_of_ten = False
 
     def _exponent(self, depth: int) -> Value:
         self.position = self._skip()

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, Literal
 
 from qarl.errors import UserError
 from qarl.rewards.builtin import ground_truths
@@ -89,7 +89,7 @@ def code(
     timeout_s: float = 6.0,
     memory_mib: int = 1024,
     parallel: int = 4,
-    isolation: Isolation = "namespace",
+    isolation: Literal["namespace", "process"] = "namespace",
     think_tags: Sequence[str] | None = THINK_TAGS,
     **columns: list,
 ) -> list[float]:
@@ -114,7 +114,11 @@ def code(
         One score per response. A response without a program scores 0.
     """
     check_tags(think_tags)
-    _check(timeout_s, memory_mib, parallel, max_tests, isolation)
+    for name, value in {"timeout_s": timeout_s, "memory_mib": memory_mib, "parallel": parallel}.items():
+        if not 0 < value < 1e6:
+            raise UserError(f"{name} must be a positive number, got {value!r}")
+    if max_tests is not None and max_tests < 1:
+        raise UserError(f"max_tests must be a positive integer or null, got {max_tests!r}")
     names = [column] if isinstance(column, str) else list(column)
     rows = list(zip(*(ground_truths(columns, name, objects=True) for name in names), strict=True))
     details = [None] * len(rows) if metadata_column is None else ground_truths(columns, metadata_column, objects=True)
@@ -209,16 +213,6 @@ def _same_numbers(output: str, wanted: str) -> bool:
         return [Decimal(word) for word in output.split()] == [Decimal(word) for word in wanted.split()]
     except InvalidOperation:
         return False
-
-
-def _check(timeout_s: Any, memory_mib: Any, parallel: Any, max_tests: Any, isolation: Any) -> None:
-    for name, value in (("timeout_s", timeout_s), ("memory_mib", memory_mib), ("parallel", parallel)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1e6:
-            raise UserError(f"{name} must be a positive number, got {value!r}")
-    if max_tests is not None and (isinstance(max_tests, bool) or not isinstance(max_tests, int) or max_tests < 1):
-        raise UserError(f"max_tests must be a positive integer or null, got {max_tests!r}")
-    if isolation not in ("namespace", "process"):
-        raise UserError(f"isolation must be namespace or process, got {isolation!r}")
 
 
 def _of_pair(given: Any, wanted: Any, name: str | None) -> Test:

@@ -119,7 +119,7 @@ def test_outputs_agree_by_line_and_by_number():
     assert not same_output("1\n2", "1") and not same_output("a", "b") and not same_output("1 2", "1 3")
 
 
-@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"memory_mib": True}, {"isolation": "none"}])
+@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"memory_mib": -1}, {"max_tests": 0}])
 def test_options_that_make_no_sense_are_refused(options):
     with pytest.raises(UserError, match=next(iter(options))):
         code([], [], tests=[], **{"isolation": ISOLATION, **options})

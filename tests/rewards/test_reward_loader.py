@@ -85,7 +85,7 @@ def test_unloadable_function_is_one_line(tmp_path, name, text, message):
         ("regex", {}, ["answer"], r"`regex`: needs the option `pattern`"),
         ("regex", {"patern": "a"}, ["answer"], r"`regex`: unknown option `patern`; it takes pattern, group, column"),
         ("length", {"target": "5"}, [], r"`length`: option `target` is '5', expected float | None"),
-        ("exact", {"casefold": "no"}, ["answer"], r"`exact`: option `casefold` is 'no', expected bool"),
+        ("code", {"isolation": "none"}, [], r"`code`: option `isolation` is 'none', expected Literal\['namespace', "),
         ("exact", {}, ["question"], r"`exact`: no data column `answer`; available: question"),
     ],
 )
