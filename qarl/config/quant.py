@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticKnownError
-from qarl_formats.registry import grouped_names, make_scheme, scheme_class, scheme_names
+from qarl_formats.registry import grouped_names, make_scheme, option_faults, scheme_class, scheme_names
 from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, GROUP_SIZES, SCALE_DTYPES, Scheme, is_ignored
 
 from qarl.inputs.limits import ITEMS, NAME, SEQUENCES, TOKENS
@@ -156,15 +156,8 @@ class QuantConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         kind = scheme_class(self.scheme)
-        if self.group_size is not None and not kind.group_sizes:
-            valid = f"scheme {self.scheme} has no groups; leave null, or use {' or '.join(grouped_names())}"
-            yield self.fault("group_size", valid)
-        if not self.symmetric and not kind.zero_points:
-            yield self.fault("symmetric", f"only scheme {ZERO_POINTS} has zero points; must be true for {self.scheme}")
-        if self.grid not in kind.grids or (self.grid != GRIDS[0] and not self.symmetric):
-            given = self.scheme if self.symmetric else f"asymmetric {self.scheme}"
-            names = " and ".join(scheme_names(lambda other: self.grid in other.grids))
-            yield self.fault("grid", f"is for symmetric {names}; use {GRIDS[0]} with {given}")
+        for key, text in option_faults(self.scheme, self.group_size, self.symmetric, self.grid):
+            yield self.fault(key, text)
         if kind.weight_bits is None and self.learner == "fake_quant":
             yield self.fault("learner", f"scheme {self.scheme} has nothing to quantize; use aligned or full_precision")
         if self.scheme not in (possible := schemes_of_init(self.init)):

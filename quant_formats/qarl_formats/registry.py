@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from qarl_formats.scheme import CHANNEL, DEFAULT_GROUP_SIZE, GRIDS, SCALE_DTYPES, Scheme
@@ -52,25 +52,26 @@ def make_scheme(
         scale_dtype: One of `SCALE_DTYPES`.
 
     Raises:
-        ValueError: One line with the argument, its value and what is valid.
+        ValueError: `option_faults` finds something; one line with the argument, its value and what is valid.
     """
-    kind = scheme_class(name)
-    if scale_dtype not in SCALE_DTYPES:
-        raise ValueError(f"scale_dtype {scale_dtype!r} is unknown; choose one of {', '.join(SCALE_DTYPES)}")
-    if grid not in GRIDS:
-        raise ValueError(f"grid {grid!r} is unknown; choose one of {', '.join(GRIDS)}")
-    if not kind.group_sizes and group_size is not None:
-        raise ValueError(f"group_size {group_size} does not apply to scheme {name}; leave it out (null)")
-    if kind.group_sizes and group_size not in (None, CHANNEL, *kind.group_sizes):
-        sizes = ", ".join(map(str, kind.group_sizes))
-        raise ValueError(f"group_size {group_size} is not supported; choose {sizes} or -1 (one group per row)")
-    if not symmetric and not kind.zero_points:
-        others = " and ".join(scheme_names(lambda other: other.zero_points))
-        raise ValueError(f"symmetric false does not apply to scheme {name}; only {others} stores zero points")
-    if grid not in kind.grids or (grid != GRIDS[0] and not symmetric):
-        given = name if symmetric else f"{name} with symmetric false"
-        others = " or ".join(scheme_names(lambda other: grid in other.grids))
-        raise ValueError(f"grid {grid} needs symmetric {others}, not {given}")
+    kind, given = scheme_class(name), {"group_size": group_size, "symmetric": symmetric, "grid": grid}
+    for option, text in option_faults(name, group_size, symmetric, grid):
+        raise ValueError(f"{option} {given[option]}: {text}")
     if kind.group_sizes and group_size is None:
         group_size = DEFAULT_GROUP_SIZE
     return kind(None if group_size == CHANNEL else group_size, symmetric, grid, scale_dtype)
+
+
+def option_faults(name: str, group_size: int | None, symmetric: bool, grid: str) -> Iterator[tuple[str, str]]:
+    """Yield (argument of `make_scheme`, what is valid) for arguments that scheme `name` does not have."""
+    kind = scheme_class(name)
+    if group_size is not None and not kind.group_sizes:
+        yield "group_size", f"scheme {name} has no groups; leave null, or use {' or '.join(grouped_names())}"
+    elif group_size not in (None, CHANNEL, *kind.group_sizes):
+        yield "group_size", f"must be {', '.join(map(str, kind.group_sizes))} or -1 (one group per row)"
+    if not symmetric and not kind.zero_points:
+        others = " and ".join(scheme_names(lambda other: other.zero_points))
+        yield "symmetric", f"only scheme {others} has zero points; must be true for {name}"
+    if grid not in kind.grids or (grid != GRIDS[0] and not symmetric):
+        others = " and ".join(scheme_names(lambda other: grid in other.grids))
+        yield "grid", f"is for symmetric {others}; use {GRIDS[0]} with {name if symmetric else f'asymmetric {name}'}"
