@@ -171,9 +171,12 @@ def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor])
         modules.setdefault(name.rpartition(".")[0], {})[name] = there
 
     def parameters() -> Iterator[tuple[str, LowBitWeight | Tensor]]:
-        for name, _ in policy.named_parameters():
+        for name, master in policy.named_parameters():
             scheme, module = policy.scheme_of(name), name.rpartition(".")[0]
-            yield name, modules[module][name] if scheme is None else from_state_dict(module, modules[module], scheme)
+            if scheme is None:
+                yield name, modules[module][name]
+            else:
+                yield name, from_state_dict(module, modules[module], scheme, (master.shape[0], master.shape[1]))
 
     return build_snapshot(version, parameters())
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from qarl_formats.registry import make_scheme, scheme_class, scheme_names
-from qarl_formats.scheme import CHANNEL, Scheme
+from qarl_formats.scheme import CHANNEL, Scheme, Shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,27 +31,20 @@ def to_state_dict(name: str, weight: LowBitWeight, unpacked: bool = False) -> di
     return {f"{name}.{suffix}": tensor for suffix, tensor in weight.tensors.items()}
 
 
-def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) -> LowBitWeight:
-    """Collect module `name` from a state dict with compressed-tensors names.
+def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme, shape: Shape) -> LowBitWeight:
+    """Collect module `name`, with a weight of `shape`, from a state dict with compressed-tensors names.
 
     Copies nothing, except that int4 codes stored one per byte are packed.
 
     Raises:
-        ValueError: A tensor is missing, or has another shape or dtype than `scheme` stores; names the tensor.
+        ValueError: A tensor is missing, or is not what `scheme` stores for this shape; names the tensor.
     """
     from qarl_formats.weight import LowBitWeight
 
     if scheme.unpackable and f"{name}.weight" in tensors:
         tensors = _packed(name, tensors)
-    source = f"{name}.{scheme.shape_suffix}"
-    if source not in tensors:
-        raise ValueError(f"{source}: missing; scheme {scheme.name} stores it")
-    shape = scheme.shape_from(tensors[source])
-    if shape is None:
-        raise ValueError(f"{source}: of shape {list(tensors[source].shape)}, which no matrix has")
-    out_features, in_features = shape
     found = {}
-    for suffix, spec in scheme.tensor_specs(out_features, in_features).items():
+    for suffix, spec in scheme.tensor_specs(*shape).items():
         tensor = tensors.get(f"{name}.{suffix}")
         if tensor is None:
             raise ValueError(f"{name}.{suffix}: missing; scheme {scheme.name} stores it")
@@ -61,8 +54,10 @@ def from_state_dict(name: str, tensors: Mapping[str, Tensor], scheme: Scheme) ->
                 f"{name}.{suffix}: {dtype} {list(tensor.shape)}, "
                 f"but scheme {scheme.name} stores {spec.dtype} {list(spec.shape)}"
             )
+        if suffix == "weight_shape" and tuple(tensor.tolist()) != tuple(shape):
+            raise ValueError(f"{name}.{suffix}: says {tensor.tolist()}, but the layer is {list(shape)}")
         found[suffix] = tensor
-    return LowBitWeight(scheme, found, (out_features, in_features))
+    return LowBitWeight(scheme, found, shape)
 
 
 def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

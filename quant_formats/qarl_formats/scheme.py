@@ -131,8 +131,6 @@ class Scheme(ABC):
     # --- names in compressed-tensors
     file_format: ClassVar[str]
     strategies: ClassVar[tuple[str, ...]] = ("channel",)
-    shape_suffix: ClassVar[str] = "weight"
-    """The stored tensor that `shape_from` reads."""
 
     @property
     def quantized(self) -> bool:
@@ -199,12 +197,6 @@ class Scheme(ABC):
         unpacked: int4 codes one per byte (int-quantized), which vLLM's W4A8 kernel for CPUs reads; see `unpackable`.
         """
         raise NotImplementedError(f"scheme {self.name} stores no codes")
-
-    def shape_from(self, tensor: Tensor) -> Shape | None:
-        """(N, K) from the stored tensor `shape_suffix`; None if no weight has a tensor of its shape."""
-        if self.shape_suffix == "weight_shape":
-            return (int(tensor[0]), int(tensor[1])) if tuple(tensor.shape) == (2,) else None
-        return (tensor.shape[0], tensor.shape[1]) if tensor.ndim == 2 else None
 
     def weight_arguments(self) -> dict[str, Any]:
         """Arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""
@@ -336,9 +328,8 @@ class Scheme(ABC):
         """The stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
         import torch
 
-        suffixes = [suffix for suffix in self.tensor_specs(*shape) if suffix != "weight_shape"]
-        found = {suffix: operands[suffix] for suffix in suffixes}
-        return found | ({"weight_shape": torch.tensor(shape)} if self.shape_suffix == "weight_shape" else {})
+        given = {**operands, "weight_shape": torch.tensor(shape)}
+        return {suffix: given[suffix] for suffix in self.tensor_specs(*shape)}
 
     def parts(self, operands: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
         """`split` of the operands that `plain_product` reads."""

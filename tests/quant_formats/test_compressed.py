@@ -68,12 +68,12 @@ def test_state_dict_gives_back_the_same_tensors_and_a_missing_one_is_named(schem
     quantized = quantize_weight(torch.randn(N, K), scheme, "w")
     tensors = to_state_dict("q_proj", quantized)
     assert list(tensors) == [f"q_proj.{suffix}" for suffix in quantized.tensors]
-    loaded = from_state_dict("q_proj", tensors, scheme)
+    loaded = from_state_dict("q_proj", tensors, scheme, (N, K))
     assert loaded.shape == (N, K)
     assert all(loaded.tensors[suffix] is tensor for suffix, tensor in quantized.tensors.items())
     for name in tensors:
         with pytest.raises(ValueError, match=rf"^{name}: missing"):
-            from_state_dict("q_proj", {key: tensors[key] for key in tensors if key != name}, scheme)
+            from_state_dict("q_proj", {key: tensors[key] for key in tensors if key != name}, scheme, (N, K))
 
 
 def test_a_tensor_of_another_dtype_or_shape_is_named():
@@ -81,7 +81,7 @@ def test_a_tensor_of_another_dtype_or_shape_is_named():
     tensors = to_state_dict("q_proj", quantize_weight(torch.randn(N, K), scheme, "w"))
     for bad, got in ((torch.zeros(N, 2), r"float32 \[20, 2\]"), (torch.zeros(N, 1).bfloat16(), r"bfloat16 \[20, 1\]")):
         with pytest.raises(ValueError, match=rf"q_proj\.weight_scale: {got}, but .* w4a16 stores bfloat16 \[20, 2\]"):
-            from_state_dict("q_proj", {**tensors, "q_proj.weight_scale": bad}, scheme)
+            from_state_dict("q_proj", {**tensors, "q_proj.weight_scale": bad}, scheme, (N, K))
 
 
 @pytest.mark.parametrize("scheme", [make_scheme("w4a8", 32), make_scheme("w4a8", -1), make_scheme("w4a16", 32)])
@@ -91,12 +91,12 @@ def test_unpacked_int4_gives_back_the_same_codes_and_refuses_others(scheme):
     specs = scheme.tensor_specs(N, K, unpacked=True)
     assert {f"q_proj.{suffix}" for suffix in specs} == stored.keys()
     assert stored["q_proj.weight"].dtype == torch.int8 and tuple(stored["q_proj.weight"].shape) == (N, K)
-    loaded = from_state_dict("q_proj", stored, scheme)
+    loaded = from_state_dict("q_proj", stored, scheme, (N, K))
     assert loaded.shape == (N, K)
     assert all(torch.equal(loaded.tensors[suffix], tensor) for suffix, tensor in quantized.tensors.items())
     stored["q_proj.weight"][3, 5] = 8
     with pytest.raises(ValueError, match=r"q_proj\.weight: no int4 codes"):
-        from_state_dict("q_proj", stored, scheme)
+        from_state_dict("q_proj", stored, scheme, (N, K))
 
 
 @pytest.mark.parametrize("scheme", [*STORED, make_scheme("w4a8", -1), make_scheme("w4a16", 64)])

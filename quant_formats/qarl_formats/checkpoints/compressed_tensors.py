@@ -48,9 +48,7 @@ class CompressedTensors(CheckpointFormat):
         if scheme.scale_dtypes:
             scheme = replace(scheme, scale_dtype=str(tensors[self.scale].dtype).removeprefix("torch."))
         named = {f"{module}.{suffix}": tensor for suffix, tensor in tensors.items()}
-        weight = from_state_dict(module, named, scheme)
-        if weight.shape != tuple(shape):
-            raise ValueError(f"{module}.weight_shape says {list(weight.shape)}, and config.json {list(shape)}")
+        weight = from_state_dict(module, named, scheme, shape)
         order = tensors.get(_ORDER)
         return weight if order is None else _in_order(weight, order, module)
 

@@ -26,7 +26,6 @@ class PackedInt4(Scheme):
     chooses_codes = True
     file_format = "pack-quantized"
     strategies = ("group", "channel")
-    shape_suffix = "weight_shape"
 
     @property
     def unpackable(self) -> bool:

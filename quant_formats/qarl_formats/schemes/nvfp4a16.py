@@ -40,7 +40,6 @@ class NVFP4A16(Scheme):
     tolerance = 0.1
     file_format = "nvfp4-pack-quantized"
     strategies = ("tensor_group",)
-    shape_suffix = "weight_packed"
     plain_operands = ("weight_scaled", "weight_global_scale")
 
     def num_groups(self, in_features: int) -> int:
@@ -57,9 +56,6 @@ class NVFP4A16(Scheme):
             "weight_scale": TensorSpec((out_features, in_features // GROUP), "float8_e4m3fn"),
             "weight_global_scale": TensorSpec((1,), "float32"),
         }
-
-    def shape_from(self, tensor: Tensor) -> Shape | None:
-        return (tensor.shape[0], tensor.shape[1] * 2) if tensor.ndim == 2 else None
 
     def weight_arguments(self) -> dict[str, Any]:
         fixed = {"strategy": "tensor_group", "group_size": GROUP, "scale_dtype": "torch.float8_e4m3fn"}
