@@ -148,7 +148,7 @@ class DataConfig(Section):
             yield self.fault("prompt_template", "the options are not shown; use {choices} in data.prompt_template")
         if self.pass_rate is not None and self.pass_rate[0] > self.pass_rate[1]:
             yield self.fault("pass_rate", "must be [low, high] with low <= high")
-        generated = self.kind in ("task", "reasoning_gym")
+        generated = is_generator(self.source)
         if self.kind == "task" and self.source.removeprefix("task:") not in TASKS:
             yield self.fault("source", f"unknown task; use {' or '.join('task:' + name for name in TASKS)}")
         if self.source == "reasoning-gym:":

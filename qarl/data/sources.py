@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qarl.config.data import is_generator
 from qarl.data import files, tasks
 from qarl.data.values import Row
 from qarl.errors import UserError
@@ -25,17 +26,11 @@ def load_rows(config: DataConfig) -> list[Row]:
         UserError: Unknown task or option, missing or unreadable file (names the line), missing split, or no rows.
     """
     source = config.source
-    if tasks.is_task(source):
-        _refuse_split(config, "a task generator")
-        _refuse_subset(config)
+    if is_generator(source):
         rows = tasks.generate(source, config.task, config.max_rows)
-    elif config.task:
-        raise UserError(
-            f"data.task: {sorted(config.task)} have no meaning for `{source}`; "
-            "only `task:` and `reasoning-gym:` sources take options"
-        )
-    elif is_local(source):
-        _refuse_subset(config)
+    elif is_local(config):
+        if config.subset is not None:
+            raise UserError(f"data.subset: only hub datasets have subsets, got `{config.subset}` for `{source}`")
         path = user_path(source, "data.source")
         with path_errors(f"data.source: {path}"):
             there, is_file = path.exists(), path.is_file()
@@ -45,11 +40,9 @@ def load_rows(config: DataConfig) -> list[Row]:
             )
         if not is_file and not path.is_dir():
             raise UserError(f"data.source: {path}: neither a file nor a directory")
-        if is_file:
-            _refuse_split(config, "a single file")
-            rows = files.read_file(path)
-        else:
-            rows = files.read_directory(path, config.split)
+        if is_file and config.split != "train":
+            raise UserError(f"data.split: a single file has only the split `train`, got `{config.split}`")
+        rows = files.read_file(path) if is_file else files.read_directory(path, config.split)
         rows = rows[: config.max_rows]
     else:
         rows = files.plain_rows(_load_from_hub(config), f"data.source: `{source}`")
@@ -58,11 +51,11 @@ def load_rows(config: DataConfig) -> list[Row]:
     return rows
 
 
-def is_local(source: str) -> bool:
-    path = user_path(source, "data.source")
-    looks_like_a_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+def is_local(config: DataConfig) -> bool:
+    """Whether the source is read from disk: it looks like a path, or exists although it looks like a hub name."""
+    path = user_path(config.source, "data.source")
     with path_errors(f"data.source: {path}"):
-        return looks_like_a_path or path.suffix.lower() in files.READERS or path.exists()
+        return config.kind == "local" or path.exists()
 
 
 def _load_from_hub(config: DataConfig) -> list[Row]:
@@ -93,13 +86,3 @@ def _load_from_hub(config: DataConfig) -> list[Row]:
 
 def _one_line(error: Exception) -> str:
     return visible(" ".join(str(error).split()))
-
-
-def _refuse_split(config: DataConfig, what: str) -> None:
-    if config.split != "train":
-        raise UserError(f"data.split: {what} has only the split `train`, got `{config.split}`; leave data.split out")
-
-
-def _refuse_subset(config: DataConfig) -> None:
-    if config.subset is not None:
-        raise UserError(f"data.subset: only hub datasets have subsets, got `{config.subset}` for `{config.source}`")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from qarl.config.data import TASKS
 from qarl.data.values import Row, plain
 from qarl.errors import UserError
 from qarl.utils.text import visible
@@ -14,24 +15,16 @@ from qarl.utils.text import visible
 MOST_ROWS = 1_000_000  # limit for a generated source
 _ANSWER_DIGITS = 4000  # Python's limit for printing integers is 4,300
 
-_BUILT_IN = "task:"
-_REASONING_GYM = "reasoning-gym:"
-
-
-def is_task(source: str) -> bool:
-    return source.startswith((_BUILT_IN, _REASONING_GYM))
-
 
 def generate(source: str, options: dict[str, Any], max_rows: int | None = None) -> list[Row]:
     """Generate the rows of `task:NAME` or `reasoning-gym:NAME`, with `options` as keyword arguments. Deterministic.
 
-    Raises UserError for an unknown task, an unknown or invalid option, or if `reasoning-gym` is not installed.
+    Raises UserError for an unknown or invalid option, an unknown task of reasoning-gym, or if that is not installed.
     """
     kind, _, name = source.partition(":")
     if kind == "reasoning-gym":
         return _reasoning_gym(name, options, max_rows)
-    if name != "arithmetic":
-        raise UserError(f"data.source: unknown task `{source}`; the built-in one is `task:arithmetic`")
+    assert name in TASKS, f"the configuration accepts no task {name}"
     defaults: dict[str, Any] = arithmetic.__kwdefaults__ or {}
     unknown = sorted(set(options) - set(defaults))
     if unknown:
@@ -125,7 +118,7 @@ def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> 
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise UserError(
-            f"data.source: `{_REASONING_GYM}{name}` needs the package reasoning-gym; pip install 'qarl[tasks]'"
+            f"data.source: `reasoning-gym:{name}` needs the package reasoning-gym; pip install 'qarl[tasks]'"
         ) from error
     if name not in DATASETS:
         close = get_close_matches(name, DATASETS, n=5, cutoff=0.5)

@@ -154,7 +154,7 @@ def _data(key: str, data: DataConfig) -> Iterator[tuple[str, str]]:
         yield key, hashlib.sha256(json.dumps(rows).encode()).hexdigest()
     elif data.kind == "reasoning_gym":
         yield key, f"reasoning-gym {version_of('reasoning-gym') or UNKNOWN}"
-    elif not is_local(data.source):
+    elif not is_local(data):
         yield f"{key}: commit", hub_commit("datasets", data.source, None)
     else:
         path = user_path(data.source, key)
