@@ -99,28 +99,24 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _print(results: dict[str, Any]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
+    from qarl.report.blocks import Column, Table
     from qarl.report.formatting import interval, number, percent
-    from qarl.terminal.console import Console
+    from qarl.terminal.console import print_table, table_console
 
     n, ks = results["samples"], [k for k in results["overall"]["pass"] if k != "1"]  # pass@1 is avg
     at = "" if results["step"] is None else f" step {results['step']}"
     cache = ", FP8 KV cache" if results["kv_cache_dtype"] == "fp8" else ""
     label = f"{results['target']}{at}, {results['scheme']}{cache}"
-    table = Table(title=Text(f"{label}: mean [95 % interval]"), title_justify="left")
-    table.add_column("task")
-    for name in ("prompts", f"avg@{n}", *(f"pass@{k}" for k in ks), "cut off", "tokens"):
-        table.add_column(name, justify="right")
+    heads = ("prompts", f"avg@{n}", *(f"pass@{k}" for k in ks), "cut off", "tokens")
 
     def values(entry: dict[str, Any]) -> list[str]:
         return [interval(**entry["avg"]), *(interval(**entry["pass"][k]) for k in ks)]
 
-    for task in results["tasks"]:
-        ends = [percent(task["truncated_frac"]), number(task["length_mean"])]
-        table.add_row(task["name"], str(task["prompts"]), *values(task), *ends)
-    if len(results["tasks"]) > 1:
-        table.add_section()
-        table.add_row("mean of tasks", "", *values(results["overall"]))
-    Console().print(table)
+    rows = [
+        [t["name"], str(t["prompts"]), *values(t), percent(t["truncated_frac"]), number(t["length_mean"])]
+        for t in results["tasks"]
+    ]
+    if len(rows) > 1:
+        rows.append(["mean of tasks", "", *values(results["overall"]), "", ""])
+    columns = [Column("task"), *(Column(head, "right") for head in heads)]
+    print_table(Table(columns, rows, f"{label}: mean [95 % interval]"), table_console())

@@ -15,8 +15,8 @@ from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.storage.disk import names_in_out, write_json
+from qarl.storage.environment import command_line
 from qarl.storage.runs import RunRecord, find_runs, read_run
-from qarl.utils.invocation import command_line
 
 FILES, FOLDERS = ("comparison.json", "comparison.html"), ("plots", "runs", "logs", "configs")
 REASONS = {"empty": "no step recorded yet", "running": "still running", "stopped": "not finished"}

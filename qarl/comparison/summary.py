@@ -16,8 +16,7 @@ from qarl.inputs.json import flatten
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, gib, interval, number, seconds
 from qarl.storage.runs import RunRecord
-from qarl.terminal.console import Console
-from qarl.terminal.tables import print_table
+from qarl.terminal.console import Console, print_table
 from qarl.utils.text import visible
 
 FORMAT_VERSION = 1

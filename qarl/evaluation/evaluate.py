@@ -22,11 +22,10 @@ from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture, load_model_config
 from qarl.policy.model_identity import config_values, model_digests
 from qarl.storage.disk import require_output
-from qarl.storage.environment import describe_environment
+from qarl.storage.environment import command_line, describe_environment
 from qarl.storage.saved_state import started_at
 from qarl.terminal.noise import quiet_libraries, rewards_logged
 from qarl.terminal.run_console import RunConsole
-from qarl.utils.invocation import command_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,4 +1,4 @@
-"""The environment of a run (environment.json), and how it differs from the previous start."""
+"""The environment of a run (environment.json), how it differs from the previous start, and its command line."""
 
 import os
 import platform
@@ -80,3 +80,11 @@ def environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
     after = {**now["packages"], **now}
     keys = [*now["packages"], "python", "cpu", "gpus", "cuda", "threads", "git_revision"]
     return [f"{key} was {before.get(key)}, is {after[key]}" for key in keys if before.get(key) != after[key]]
+
+
+def command_line() -> list[str]:
+    """Return `qarl ...` as typed, or `python SCRIPT ...` if a user's script calls qarl from Python."""
+    program = Path(sys.argv[0])
+    if program.suffix == ".py" and program.name != "__main__.py":
+        return ["python", *sys.argv]
+    return ["qarl", *sys.argv[1:]]

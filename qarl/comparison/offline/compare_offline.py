@@ -22,8 +22,7 @@ from qarl.inference.opening import context_of
 from qarl.inference.target import Target
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
-from qarl.storage.environment import describe_environment
-from qarl.utils.invocation import command_line
+from qarl.storage.environment import command_line, describe_environment
 
 SEED = 0  # of the tokens in the speed test
 

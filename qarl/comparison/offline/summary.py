@@ -8,8 +8,7 @@ from rich.text import Text
 
 from qarl.report.blocks import Column, Table
 from qarl.report.formatting import MISSING, bytes_, interval, number, percent
-from qarl.terminal.console import table_console
-from qarl.terminal.tables import print_table
+from qarl.terminal.console import print_table, table_console
 from qarl.utils.text import visible
 
 LOSS_COLUMNS = [
