@@ -50,7 +50,6 @@ class BarChart:
     y_label: str
     bars: list[Bar]
     note: str = ""
-    log_y: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class Histogram:
     x_label: str
     y_label: str
     values: list[float]
-    bins: int = 30
     note: str = ""
 
 

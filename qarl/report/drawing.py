@@ -115,7 +115,7 @@ def values_of(chart: Chart) -> list[np.ndarray]:
 
 def log_scale(chart: Chart) -> bool:
     """Return whether the value axis is logarithmic: requested, and with a positive value."""
-    return not isinstance(chart, Histogram) and chart.log_y and any((y > 0).any() for y in values_of(chart))
+    return isinstance(chart, (LineChart, Scatter)) and chart.log_y and any((y > 0).any() for y in values_of(chart))
 
 
 def has_data(chart: Chart) -> bool:
@@ -186,7 +186,7 @@ def _lines(axes: Axes, chart: LineChart, colours: Colours) -> None:
                 axes.vlines(x, low, high, color=colour, linewidth=1.2, alpha=0.7)
             else:
                 axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0)
-    _value_axis(axes, np.concatenate(shown), log)
+    (_log_axis if log else _linear_axis)(axes, np.concatenate(shown))
     whole = all(float(v).is_integer() for series in chart.series for v in series.x)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS, integer=whole))
     axes.xaxis.set_major_formatter(TickText())
@@ -195,10 +195,9 @@ def _lines(axes: Axes, chart: LineChart, colours: Colours) -> None:
 
 
 def _bars(axes: Axes, chart: BarChart, colours: Colours) -> None:
-    (values,), log = values_of(chart), log_scale(chart)
+    (values,) = values_of(chart)
     rows = range(len(values))
-    start = 10 ** math.floor(math.log10(values[values > 0].min()) - 0.3) if log else 0.0
-    axes.barh(rows, np.nan_to_num(_on_axis(values, log) - start), left=start, height=0.62, color=colours.curves[0])
+    axes.barh(rows, np.nan_to_num(values), height=0.62, color=colours.curves[0])
     ends = list(values)
     for row, bar in enumerate(chart.bars):
         low, high = finite([bar.low, bar.high])
@@ -206,20 +205,16 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> None:
             axes.hlines(row, low, high, color=colours.text, linewidth=1.4)
             ends[row] = max(high, values[row])
     for row, end in enumerate(ends):
-        x = start if math.isnan(end) or (log and end <= 0) else end if log else max(end, 0.0)
+        x = 0.0 if math.isnan(end) else max(end, 0.0)
         beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
         axes.annotate(number(chart.bars[row].value), (x, row), color=colours.text, fontsize=10.5, **beside)
     axes.set_yticks(rows, [shortened(bar.label, 28) for bar in chart.bars])
     axes.invert_yaxis()
     axes.margins(x=0.14)
-    if log:
-        _log_axis(axes, "x", values[values > 0])
-        axes.set_xlim(left=start)
-    else:
-        if not np.nan_to_num(values).any():  # otherwise bars of 0 are drawn in the middle of [-0.05, 0.05]
-            axes.set_xlim(0.0, 1.0)
-        axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
-        axes.xaxis.set_major_formatter(TickText())
+    if not np.nan_to_num(values).any():  # otherwise bars of 0 are drawn in the middle of [-0.05, 0.05]
+        axes.set_xlim(0.0, 1.0)
+    axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
+    axes.xaxis.set_major_formatter(TickText())
     axes.grid(axis="x", color=colours.grid, linewidth=0.8)
     # Right-aligned: long bar labels may leave an axis shorter than its own label, which then extends to the left.
     axes.set_xlabel(shortened(chart.y_label, 56), loc="right", color=colours.muted, fontsize=10.5)
@@ -227,7 +222,7 @@ def _bars(axes: Axes, chart: BarChart, colours: Colours) -> None:
 
 def _histogram(axes: Axes, chart: Histogram, colours: Colours) -> None:
     (values,) = values_of(chart)
-    axes.hist(values[~np.isnan(values)], bins=chart.bins, color=colours.curves[0], linewidth=0)
+    axes.hist(values[~np.isnan(values)], bins=30, color=colours.curves[0], linewidth=0)
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=STEPS))
     axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
     for axis in (axes.xaxis, axes.yaxis):
@@ -243,7 +238,7 @@ def _scatter(axes: Axes, chart: Scatter, colours: Colours) -> None:
     shown = np.concatenate(classes)
     across, values = shown.T
     if log:
-        _log_axis(axes, "y", values)
+        _log_axis(axes, values)
     for edge in chart.band or ():
         if edge is not None:
             axes.axhline(edge, color=colours.muted, linewidth=0.9, linestyle=STYLES[1], zorder=1.5)
@@ -303,13 +298,6 @@ def _ends(values: np.ndarray) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def _value_axis(axes: Axes, shown: np.ndarray, log: bool) -> None:
-    if log:
-        _log_axis(axes, "y", shown)
-    else:
-        _linear_axis(axes, shown)
-
-
 def _linear_axis(axes: Axes, shown: np.ndarray) -> None:
     low, high = _ends(shown)
     if low == high == 0:
@@ -320,9 +308,9 @@ def _linear_axis(axes: Axes, shown: np.ndarray) -> None:
     axes.yaxis.set_major_formatter(TickText())
 
 
-def _log_axis(axes: Axes, which: str, shown: np.ndarray) -> None:
-    axis = axes.yaxis if which == "y" else axes.xaxis
-    (axes.set_yscale if which == "y" else axes.set_xscale)("log")
+def _log_axis(axes: Axes, shown: np.ndarray) -> None:
+    axis = axes.yaxis
+    axes.set_yscale("log")
     low, high = _ends(shown)
     axis.set_major_locator(LogLocator(numticks=6, subs=(1.0,) if math.log10(high / low) > 2 else (1.0, 2.0, 5.0)))
     axis.set_major_formatter(TickText())
