@@ -17,7 +17,6 @@ rank has reported that its files are on disk.
 
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,12 +26,10 @@ from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first, together
 from qarl.errors import UserError
 from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
-from qarl.storage.leftovers import delete, is_abandoned, mark
+from qarl.storage.leftovers import delete, hidden, remove_abandoned
 from qarl.storage.loading import Checkpoint, CheckpointDamaged, load_checkpoint
 from qarl.storage.names import checkpoint_steps, step_name
 from qarl.storage.pieces import Piece, needed_bytes, plan_files, write_files, write_manifest
-
-_LEFTOVER_NAME = re.compile(r"\.tmp-[0-9]{6,10}-([0-9]{1,9})-(.+)")
 
 
 class CheckpointStore:
@@ -60,7 +57,7 @@ class CheckpointStore:
     def _open(self) -> None:
         with disk_errors(self.directory):
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._remove_leftovers()
+            remove_abandoned(self.directory)
 
     def steps(self) -> list[int]:
         """Steps that have a checkpoint, damaged ones included, ascending."""
@@ -91,7 +88,7 @@ class CheckpointStore:
         ranks = self.ranks
         final, state_json = self.path(step), json.dumps(state, indent=1).encode()
         needed = sum(ranks.gather(needed_bytes(pieces))) + len(state_json)
-        temporary = self.directory / ranks.gather(self._hidden(step).name)[0]
+        temporary = self.directory / ranks.gather(hidden(self.directory, step_name(step)).name)[0]
         files = plan_files(pieces, ranks.rank, ranks.count)
 
         def begin() -> None:
@@ -185,16 +182,7 @@ class CheckpointStore:
 
     def _remove(self, step: int) -> None:
         """Rename, then delete, so that a kill cannot leave a partial checkpoint under a valid name."""
-        hidden = self._hidden(step)
-        delete(hidden)
-        os.rename(self.path(step), hidden)
-        delete(hidden)
-
-    def _hidden(self, step: int) -> Path:
-        return self.directory / f".tmp-{step_name(step)}-{mark()}"
-
-    def _remove_leftovers(self) -> None:
-        for path in self.directory.iterdir():
-            match = _LEFTOVER_NAME.fullmatch(path.name)
-            if match is not None and is_abandoned(path, int(match[1]), match[2]):
-                delete(path)
+        aside = hidden(self.directory, step_name(step))
+        delete(aside)
+        os.rename(self.path(step), aside)
+        delete(aside)

@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,13 +23,12 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_fault, reason_of
 from qarl.inputs.schema import FileDigest, FileName, Record, checked
 from qarl.storage.disk import free_bytes, fsync_directory
-from qarl.storage.leftovers import delete, is_abandoned, mark
+from qarl.storage.leftovers import delete, hidden, remove_abandoned
 
 FORMAT_VERSION = 1
 SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
 
 _MANIFEST = "manifest.json"
-_LEFTOVER = re.compile(r"\.tmp-[0-9a-f]{64}-([0-9]{1,9})-(.+)")
 _logger = logging.getLogger("qarl.conversions")
 _told: set[str] = set()  # reasons already logged: each is logged once per process
 
@@ -78,8 +76,8 @@ def converted(
         if _intact(root / key):
             return root / key
         _require_space(root, size)
-        _remove_leftovers(root)
-        temporary = root / f".tmp-{key}-{mark()}"
+        remove_abandoned(root)
+        temporary = hidden(root, key)
         temporary.mkdir(mode=0o700)
     except (OSError, UserError) as error:
         _report(error)
@@ -162,11 +160,3 @@ def _publish(temporary: Path, entry: Path) -> None:
         delete(entry)
         os.rename(temporary, entry)
     fsync_directory(entry.parent)
-
-
-def _remove_leftovers(root: Path) -> None:
-    """Remove what killed conversions of this host left behind. Raises OSError."""
-    for path in root.iterdir():
-        match = _LEFTOVER.fullmatch(path.name)
-        if match is not None and is_abandoned(path, int(match[1]), match[2]):
-            delete(path)

@@ -1,6 +1,7 @@
-"""Detecting and removing hidden files that killed processes left incomplete."""
+"""Hidden files and directories in progress, and removing those that killed processes left incomplete."""
 
 import os
+import re
 import shutil
 import socket
 import time
@@ -10,9 +11,20 @@ _TRIES = 100  # then another process that deletes it concurrently finishes alone
 _REST_SECONDS = 3600  # a live writer modifies its directory more often
 
 
-def mark() -> str:
-    """Return `<pid>-<host>`, the suffix of a hidden name by which `is_abandoned` identifies its owner."""
-    return f"{os.getpid()}-{socket.gethostname()}"
+_OWNER = re.compile(r"\.tmp-[0-9a-f]+-([0-9]{1,9})-(.+)")
+
+
+def hidden(directory: Path, name: str) -> Path:
+    """Return the path of `name` (hexadecimal digits) in progress, `.tmp-NAME-PID-HOST`, owned by this process."""
+    return directory / f".tmp-{name}-{os.getpid()}-{socket.gethostname()}"
+
+
+def remove_abandoned(directory: Path) -> None:
+    """Remove entries made by `hidden` whose process has ended. Raises OSError."""
+    for path in directory.iterdir():
+        match = _OWNER.fullmatch(path.name)
+        if match is not None and is_abandoned(path, int(match[1]), match[2]):
+            delete(path)
 
 
 def delete(path: Path) -> None:
