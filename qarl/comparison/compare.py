@@ -8,7 +8,7 @@ from qarl.comparison.comparison_page import write_outputs
 from qarl.comparison.plan import Member, find_finished, is_complete
 from qarl.comparison.progress import ProgressView
 from qarl.comparison.space import space_warning
-from qarl.comparison.start_members import TrainProcess, locked, train_members, write_configs
+from qarl.comparison.start_members import locked, train_members, write_configs
 from qarl.comparison.study import Study
 from qarl.comparison.summary import build, print_results
 from qarl.errors import UserError
@@ -58,7 +58,7 @@ def train_and_compare(
                 view.say(f"{member.name}: {what}")
         if (line := space_warning(members, out, jobs)) is not None:
             view.say(line)
-        signum = train_members(members, out, view, TrainProcess, jobs)
+        signum = train_members(members, out, view, jobs)
         for member in members:
             if member.state == "waiting":
                 member.reason = "not started; rerun the same command to resume"

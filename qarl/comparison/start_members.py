@@ -4,17 +4,19 @@ With several GPUs, a member that needs one gets the GPU with the fewest members.
 its configuration, out/configs/NAME.yaml, so later edits of CONFIG have no effect. Its output goes to out/logs/NAME.log.
 """
 
+from __future__ import annotations
+
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView, last_record
@@ -33,18 +35,6 @@ _BOOT = (
     "from qarl.utils.signals import signal_at_end_of_pipe; signal_at_end_of_pipe(int(sys.argv[2]), signal.SIGTERM); "
     "sys.argv[:] = ['qarl', *sys.argv[3:]]; from qarl.cli import main; main()"
 )
-
-
-class Process(Protocol):
-    """The training process of a member."""
-
-    def poll(self) -> int | None: ...
-
-    def send_signal(self, signum: int) -> None: ...
-
-
-# (arguments of qarl, log file, changes of the environment) -> process
-Start = Callable[[list[str], BinaryIO, Mapping[str, str]], Process]
 
 
 @contextmanager
@@ -81,7 +71,7 @@ def _config_path(member: Member, out: Path) -> Path:
     return out / "configs" / f"{member.name}.yaml"
 
 
-def train_members(members: list[Member], out: Path, view: ProgressView, start: Start, jobs: int = 1) -> int | None:
+def train_members(members: list[Member], out: Path, view: ProgressView, jobs: int = 1) -> int | None:
     """Train each waiting member, and set its state and reason.
 
     Ctrl-C and SIGTERM are forwarded to the training members, which save and stop; the others stay waiting.
@@ -90,7 +80,6 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
         members: Members of the comparison.
         out: Output directory.
         view: Shows progress.
-        start: Starts the process of a member.
         jobs: Number of members trained concurrently.
 
     Returns:
@@ -105,7 +94,7 @@ def train_members(members: list[Member], out: Path, view: ProgressView, start: S
         while running or (waiting and not signals.received):
             while waiting and len(running) < jobs and not signals.received:
                 member = waiting.pop(0)
-                running.append(_begin(member, out, view, start, _gpu_for(member, gpus, running)))
+                running.append(_begin(member, out, view, _gpu_for(member, gpus, running)))
             for training in list(running):
                 if (code := training.follow(signals)) is not None:
                     running.remove(training)
@@ -128,7 +117,7 @@ class _Training:
     """
 
     member: Member
-    process: Process
+    process: TrainProcess
     log: Path
     begin: int
     gpu: str | None
@@ -174,7 +163,7 @@ def _fits_one_gpu(config: Config) -> bool:
     return expected_device(config) == "cuda" and not beside
 
 
-def _begin(member: Member, out: Path, view: ProgressView, start: Start, gpu: str | None) -> _Training:
+def _begin(member: Member, out: Path, view: ProgressView, gpu: str | None) -> _Training:
     path = out / "logs" / f"{member.name}.log"
     with disk_errors(path, place="--out"):
         log = open(path, "ab")  # noqa: SIM115 - closed below
@@ -183,7 +172,8 @@ def _begin(member: Member, out: Path, view: ProgressView, start: Start, gpu: str
         member.state = "running"
         view.started(member)
         visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
-        return _Training(member, start(["train", str(_config_path(member, out))], log, visible), path, begin, gpu)
+        process = TrainProcess(["train", str(_config_path(member, out))], log, visible)
+        return _Training(member, process, path, begin, gpu)
 
 
 class TrainProcess:

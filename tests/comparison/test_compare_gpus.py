@@ -61,7 +61,8 @@ def placed(
         recorded(member, 4)
     write_configs(members, tmp_path)
     with ProgressView(members) as view:
-        assert train_members(members, tmp_path, view, start, jobs) is None
+        monkeypatch.setattr(launch, "TrainProcess", start)
+        assert train_members(members, tmp_path, view, jobs) is None
     assert [member.state for member in members] == ["finished"] * len(polls)
     return seen
 
@@ -84,12 +85,13 @@ def test_a_member_that_needs_several_gpus_or_none_sees_all(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("steps", [0, 3, 4])
-def test_exit_code_0_is_a_failure_unless_the_last_step_is_recorded(tmp_path, steps) -> None:
+def test_exit_code_0_is_a_failure_unless_the_last_step_is_recorded(tmp_path, monkeypatch, steps) -> None:
     config = Config.model_validate(settings_of(write_model(tmp_path / "model")))  # of 4 steps
     member = Member("m", "w4a16", "aligned", 0, tmp_path / "run", config)
     recorded(member, steps)
     write_configs([member], tmp_path)
+    monkeypatch.setattr(launch, "TrainProcess", lambda *_: Ended(1))
     with ProgressView([member]) as view:
-        train_members([member], tmp_path, view, lambda *_: Ended(1))
+        train_members([member], tmp_path, view)
     reason = f"ended with exit code 0 after step {steps} of 4"
     assert (member.state, member.reason) == (("finished", None) if steps == 4 else ("failed", reason))

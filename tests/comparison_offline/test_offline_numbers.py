@@ -11,8 +11,8 @@ from tokenizers.processors import TemplateProcessing
 
 from qarl.comparison.intervals import mean_interval, t_quantile
 from qarl.comparison.offline.divergence import Reference, TokenNumbers, final_states, token_numbers
+from qarl.comparison.offline.members import error_of, weight_errors
 from qarl.comparison.offline.speed import SpeedTest, engine_speed
-from qarl.comparison.offline.weight_errors import error_of, weight_errors
 from qarl.comparison.offline.windows import Windows, cut, read_text
 from qarl.config import RolloutConfig
 from qarl.inference.masters import open_masters
