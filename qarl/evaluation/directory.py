@@ -18,7 +18,7 @@ from qarl.evaluation.records import append_rows, keep_rows, read_rows
 from qarl.evaluation.results import CompletionRow, Row
 from qarl.inputs.json import read_json_object
 from qarl.storage.config_difference import config_difference
-from qarl.storage.disk import atomic_write_text, disk_errors, remove_empty, require_kinds, require_output
+from qarl.storage.disk import disk_errors, remove_empty, require_kinds, require_output, write_json
 from qarl.storage.lock import release_lock, take_lock
 from qarl.utils.text import first_few
 
@@ -77,9 +77,8 @@ class ResultsDirectory:
         """
         identity = {**self._identity, **late}
         _require_same(self.path, identity)
-        with disk_errors(self.path, place=PLACE):
-            if not (self.path / "evaluation.json").exists():
-                atomic_write_text(self.path / "evaluation.json", json.dumps(identity, indent=2) + "\n")
+        if not (self.path / "evaluation.json").exists():
+            write_json(self.path / "evaluation.json", identity, PLACE, indent=2)
         self._created = []
         found: dict[tuple[str, int], list[int]] = {}
         for row in read_rows(self.completions, CompletionRow):
@@ -95,9 +94,7 @@ class ResultsDirectory:
 
     def finish(self, results: dict[str, Any]) -> None:
         """Write results.json."""
-        path, text = self.path / "results.json", json.dumps(results, indent=2, allow_nan=False) + "\n"
-        with disk_errors(path, len(text), PLACE):
-            atomic_write_text(path, text)
+        write_json(self.path / "results.json", results, PLACE, indent=2)
 
     def close(self) -> None:
         if self._lock is not None:

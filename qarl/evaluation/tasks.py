@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -80,15 +81,13 @@ def load_tasks(
         data = task.dataset.model_copy(update=changes)
         if task.preset is not None:
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
-        try:
+        with _errors_of(task):
             prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0, vocabulary=vocabulary, now=now)
             if report.empty:
                 raise UserError(f"{report.empty} of {report.rows} prompts have no text")
             if task.preset is not None:
                 kept = PRESETS[task.preset].reads
                 prompts = [replace(p, columns={name: p.columns[name] for name in kept}) for p in prompts]
-        except UserError as error:
-            raise UserError(f"evaluation task {task.name}: {error}") from error
         loaded.append(LoadedTask(str(task.name), prompts, task.functions, report.dropped))
     return loaded
 
@@ -145,7 +144,8 @@ class TaskRewards:
                 key = json.dumps([[f.model_dump() for f in task.functions], sorted(columns)], sort_keys=True)
                 if key not in self._pools:
                     config = of_section.model_copy(update={"functions": task.functions})
-                    self._pools[key] = self._open(task, config, columns, log_path)
+                    with _errors_of(task):
+                        self._pools[key] = RewardPool(config, columns, log_path)
                 self._of_task[task.name] = self._pools[key]
         except BaseException:
             self.close()
@@ -155,24 +155,24 @@ class TaskRewards:
         """Score `rollouts`, which are ordered by prompt with the same number for each of `prompts`."""
         ranks, n = self._ranks, len(rollouts) // len(prompts)
         own = ranks.share(len(prompts))
-        place = f"evaluation task {task.name}: "
 
         def scored() -> RewardResult:
-            try:
+            with _errors_of(task):
                 mine = rollouts[own.start * n : own.stop * n]
                 return score_share(self._of_task[task.name], prompts, mine, ranks)
-            except UserError as error:
-                raise UserError(f"{place}{error}") from error
 
+        place = f"evaluation task {task.name}: "
         return gather_results(together(ranks, scored), ranks, self._max_failed_frac[task.name], place)
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
 
-    @staticmethod
-    def _open(task: LoadedTask, config: RewardConfig, columns: list[str], log_path: Path | None) -> RewardPool:
-        try:
-            return RewardPool(config, columns, log_path)
-        except UserError as error:
-            raise UserError(f"evaluation task {task.name}: {error}") from error
+
+@contextmanager
+def _errors_of(task: EvalTask | LoadedTask) -> Iterator[None]:
+    """Begin the message of a UserError with the name of the task."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"evaluation task {task.name}: {error}") from error

@@ -157,9 +157,9 @@ def atomic_write_text(path: Path, text: str) -> None:
     fsync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any, place: str) -> None:
+def write_json(path: Path, value: Any, place: str, indent: int = 1) -> None:
     """Replace `path` by strict JSON, as `atomic_write_text` does. Raises UserError; for `place` see `disk_errors`."""
-    text = json.dumps(value, indent=1, allow_nan=False) + "\n"
+    text = json.dumps(value, indent=indent, allow_nan=False) + "\n"
     with disk_errors(path, len(text), place):
         atomic_write_text(path, text)
 
