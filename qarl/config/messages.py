@@ -1,7 +1,6 @@
 """Validate a section; an error has one line per fault: place, key, given value, and valid values."""
 
 import difflib
-import json
 import re
 import types
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from qarl.errors import UserError
+from qarl.inputs.json import short_json
 
 Loc = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
@@ -44,7 +44,7 @@ def capped(lines: list[str], place: str) -> list[str]:
 
 def fault_line(loc: Loc, value: Any, text: str) -> str:
     """`key.path = value: text`, the value shortened to fit a line."""
-    return f"{_key(loc) or 'top level'} = {_show(value)}: {text}"
+    return f"{_key(loc) or 'top level'} = {short_json(value)}: {text}"
 
 
 def shown(text: str, limit: int = 60) -> str:
@@ -89,11 +89,6 @@ def _keys_only(loc: Loc, data: Any) -> Loc:
             keys.append(step)
             data = data[step]
     return tuple(keys)
-
-
-def _show(value: Any) -> str:
-    """Format a value as JSON, so that texts are quoted."""
-    return shown(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def _valid(item: ErrorDetails, annotation: Any) -> str:

@@ -6,12 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from qarl.data.values import Row
 from qarl.errors import UserError
-from qarl.utils.text import visible
+from qarl.utils.text import first_few, visible
 
 if TYPE_CHECKING:
     from qarl.config.data import DataConfig
-
-_SHOWN = 20  # maximum number of names in a message
 
 
 def map_columns(rows: list[Row], config: DataConfig, needs_prompt: bool = True) -> list[Row]:
@@ -74,9 +72,7 @@ def field_of(row: Row, path: str) -> Any:
 
 def listed(names: Any) -> str:
     """Format names for a message; a long list is truncated."""
-    names = [visible(str(name)) for name in names]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return (", ".join(names[:_SHOWN]) or "nothing") + more
+    return first_few([visible(str(name)) for name in names], 20) or "nothing"
 
 
 def _head(value: Any, path: str) -> str | None:

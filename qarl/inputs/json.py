@@ -126,7 +126,7 @@ def _walk(value: Any, place: str, surrogates: bool, depth: int = 1, path: str = 
 
 def short_json(value: Any) -> str:
     """Format a value as JSON for a message, cut to 60 characters."""
-    text = json.dumps(value, default=str)
+    text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from qarl.inputs.files import Unreadable, file_sha256
+from qarl.inputs.json import short_json
 from qarl.inputs.paths import NAME_BYTES
 from qarl.utils.text import visible
 
@@ -65,7 +65,5 @@ def schema_fault(error: ValidationError) -> str:
     more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
     if first["type"] == "missing":
         return f"{key} is missing{more}"
-    shown = json.dumps(first["input"], ensure_ascii=False, default=str)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
     message = first["msg"].removeprefix("Value error, ")
-    return f"{key} = {shown}: {message[0].lower()}{message[1:]}{more}"
+    return f"{key} = {short_json(first['input'])}: {message[0].lower()}{message[1:]}{more}"
