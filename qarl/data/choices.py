@@ -11,7 +11,7 @@ from qarl.data.values import Row
 from qarl.errors import UserError
 
 if TYPE_CHECKING:
-    from qarl.config.data import DataConfig
+    from qarl.config.data import ChoicesConfig, DataConfig
 
 LETTERS = string.ascii_uppercase
 
@@ -22,14 +22,15 @@ def letter_choices(rows: list[Row], config: DataConfig) -> list[Row]:
     Raises:
         UserError: A row lacks a column, has fewer than two or more than 26 options, or no correct one.
     """
-    assert config.choices is not None, "there are no choices"
-    return [row | _lettered(row, index, config) for index, row in enumerate(rows)]
-
-
-def _lettered(row: Row, index: int, config: DataConfig) -> Row:
     section = config.choices
     assert section is not None, "there are no choices"
-    place = f"data.choices: row {index} of `{config.source}`"
+    return [
+        row | _lettered(row, index, section, f"data.choices: row {index} of `{config.source}`")
+        for index, row in enumerate(rows)
+    ]
+
+
+def _lettered(row: Row, index: int, section: ChoicesConfig, place: str) -> Row:
     try:
         found = [field_of(row, column) for column in section.options]
         right = None if section.right is None else field_of(row, section.right)

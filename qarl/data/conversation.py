@@ -185,16 +185,7 @@ class ChatTemplate:
         if final is not None and not final["content"].strip():
             final, messages = None, messages[:-1]
         try:
-            text = str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tokenize=False,
-                    add_generation_prompt=final is None,
-                    continue_final_message=final is not None,
-                    strftime_now=lambda format: self.now.strftime(format),
-                    **{**self.kwargs, **arguments},
-                )
-            )
+            text = self._whole(messages, arguments, opens=final is None, continues=final is not None)
         except ValueError as error:
             if not str(error).startswith(
                 "continue_final_message"
@@ -213,8 +204,8 @@ class ChatTemplate:
         pieces: list[tuple[str, bool]] = []
         done = ""
         for turn in turns:
-            before = self._whole(messages[:turn], True, arguments)
-            after = self._whole(messages[: turn + 1], False, arguments)
+            before = self._whole(messages[:turn], arguments, opens=True)
+            after = self._whole(messages[: turn + 1], arguments)
             if not after.startswith(before):
                 if turn == turns[-1]:
                     raise ValueError(_OTHER_BEGINNING)
@@ -226,13 +217,16 @@ class ChatTemplate:
         _with_system(messages[: turns[-1] + 1], done)
         return json.dumps(pieces)
 
-    def _whole(self, messages: list[Message], opens: bool, arguments: Arguments) -> str:
-        """Render messages as they are. opens: followed by the generation prompt of a new turn."""
+    def _whole(
+        self, messages: list[Message], arguments: Arguments, opens: bool = False, continues: bool = False
+    ) -> str:
+        """Render messages as they are, followed by the generation prompt if `opens`, or cut for `continues`."""
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
                 add_generation_prompt=opens,
+                continue_final_message=continues,
                 strftime_now=lambda format: self.now.strftime(format),
                 **{**self.kwargs, **arguments},
             )

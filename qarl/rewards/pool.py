@@ -16,8 +16,6 @@ from qarl.rewards.log import RewardLog
 from qarl.rewards.process import LOOK_S, Report, Worker
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from qarl.config.reward import RewardConfig
 
 
@@ -121,9 +119,7 @@ class RewardPool:
     def __enter__(self) -> RewardPool:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.close()
 
     def _start_worker(self) -> Worker:
