@@ -219,18 +219,11 @@ def read_config_json(path: Path) -> Architecture:
     found = valid(ConfigJson, {"num_key_value_heads": DEFAULT_KV_HEADS[family]} | config)
     check_implemented(family, config)
     windows = layer_windows(family, config)
-    heads, hidden = found.num_attention_heads, found.hidden_size
     architecture = Architecture(
+        **_sizes(found),
         family=family,
-        hidden_size=hidden,
-        intermediate_size=found.intermediate_size,
-        num_layers=found.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=found.num_key_value_heads or heads,
         # transformers' own default; Qwen3 gives head_dim always, 128
-        head_dim=found.head_dim or (128 if family == "qwen3" else hidden // heads),
-        vocab_size=found.vocab_size,
-        context_length=found.max_position_embeddings,
+        head_dim=found.head_dim or (128 if family == "qwen3" else found.hidden_size // found.num_attention_heads),
         tied_embeddings=found.tie_word_embeddings,
         attention_bias=found.attention_bias and family in ("llama", "qwen3", "qwen3_moe", "olmoe"),
         mlp_bias=found.mlp_bias and family == "llama",
@@ -254,19 +247,25 @@ def read_gguf(path: Path) -> Architecture:
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     values.setdefault("vocab_size", tokens.length if isinstance(tokens, GGUFArray) else tokens)
     found = valid(GGUFModel, values)
-    hidden, heads = found.hidden_size, found.num_attention_heads
     return Architecture(
+        **_sizes(found),
         family=family,
-        hidden_size=hidden,
-        intermediate_size=found.intermediate_size,
-        num_layers=found.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=found.num_key_value_heads or heads,
-        head_dim=found.head_dim or hidden // heads,
-        vocab_size=found.vocab_size,
-        context_length=found.max_position_embeddings,
+        head_dim=found.head_dim or found.hidden_size // found.num_attention_heads,
         tied_embeddings="output.weight" not in header.tensors,
     )
+
+
+def _sizes(found: ConfigJson | GGUFModel) -> dict[str, Any]:
+    """Return the fields of `Architecture` that both kinds of file have."""
+    return {
+        "hidden_size": found.hidden_size,
+        "intermediate_size": found.intermediate_size,
+        "num_layers": found.num_hidden_layers,
+        "num_heads": found.num_attention_heads,
+        "num_kv_heads": found.num_key_value_heads or found.num_attention_heads,
+        "vocab_size": found.vocab_size,
+        "context_length": found.max_position_embeddings,
+    }
 
 
 def _family(config: Mapping[str, Any], key: str) -> str:

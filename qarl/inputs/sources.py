@@ -87,22 +87,24 @@ def _module_files(root: Path, name: str) -> list[Path]:
     files = []
     for end in range(1, len(parts) + 1):
         stem = root.joinpath(*parts[:end])
-        candidates = [stem / f"__init__{suffix}" for suffix in _SUFFIXES]
-        candidates += [stem.with_name(stem.name + suffix) for suffix in _SUFFIXES]
-        found = [path for path in candidates if os.path.isfile(path)][:1]  # Path.is_file raises if a name is too long
-        if not found and not os.path.isdir(stem):
+        found = _module_file(stem)
+        if found is None and not os.path.isdir(stem):
             break
-        files += found
+        files += [] if found is None else [found]
     return files
+
+
+def _module_file(stem: Path) -> Path | None:
+    """Return the file of a module at `stem`, a path without suffix: the __init__ of a package, or its own file."""
+    candidates = [stem / f"__init__{suffix}" for suffix in _SUFFIXES]
+    candidates += [stem.with_name(stem.name + suffix) for suffix in _SUFFIXES]
+    return next((path for path in candidates if os.path.isfile(path)), None)  # Path.is_file raises for long names
 
 
 def _find_module(name: str) -> tuple[Path, Path] | None:
     """Return the file of module `name` and the sys.path entry that contains it, with the worker's search order."""
-    parts = name.split(".")
     for entry in [*sys.path, os.getcwd()]:
         root = Path(entry or os.getcwd()).resolve()
-        stem = root.joinpath(*parts)
-        for path in [stem / "__init__.py", *(stem.with_name(stem.name + suffix) for suffix in _SUFFIXES)]:
-            if os.path.isfile(path):
-                return path, root
+        if (path := _module_file(root.joinpath(*name.split(".")))) is not None:
+            return path, root
     return None
