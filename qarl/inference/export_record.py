@@ -17,7 +17,7 @@ Format 1 has only the tensors, so only they are checked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from pydantic import Field
 from qarl.config import Config
 from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable
-from qarl.inputs.json import body_digest, read_json_object, short_json
+from qarl.inputs.json import body_digest, flatten, read_json_object, short_json
 from qarl.inputs.schema import FileDigest, Record, Sha256, checked
 from qarl.storage.input_files import TOKENIZER_FILES
 
@@ -67,10 +67,10 @@ class Prompting(Record):
     def label(self) -> str:
         """Return one line: how prompts look and what ends a response."""
         how = "in the chat template" if self.chat_template else "as plain text, without a chat template"
-        system = "" if self.system_prompt is None else f", with the system message {_shown(self.system_prompt)}"
+        system = "" if self.system_prompt is None else f", with the system message {short_json(self.system_prompt)}"
         if self.chat_template_kwargs:
             how += f" with {json.dumps(self.chat_template_kwargs)}"
-        ends = [*map(_shown, self.stop), *(f"token {token}" for token in self.stop_token_ids)]
+        ends = [*map(short_json, self.stop), *(f"token {token}" for token in self.stop_token_ids)]
         return f"prompts {how}{system}" + (f"; responses also end at {', '.join(ends)}" if ends else "")
 
 
@@ -127,11 +127,13 @@ class ExportRecord:
             ("generation_config.json", self._whole.generation_config),
         ):
             found = _document(directory / name, self._skip)
-            for key, was, now in _differences(recorded, found):
-                raise UserError(
-                    f"{directory / name}: {key} is {_shown(now)}, and was {_shown(was)} in the export; restore the "
-                    f"file, export it again, or {self._skip}"
-                )
+            was, now = flatten(recorded), flatten(found)
+            for key in dict.fromkeys((*was, *now)):
+                if key not in was or key not in now or json.dumps(was[key]) != json.dumps(now[key]):  # 1 is not 1.0
+                    raise UserError(
+                        f"{directory / name}: {key} is {_shown(now, key)}, and was {_shown(was, key)} in the export; "
+                        f"restore the file, export it again, or {self._skip}"
+                    )
         self._check_files(directory, self._whole.files)
 
     def _check_files(self, directory: Path, files: Mapping[str, FileDigest]) -> None:
@@ -200,20 +202,5 @@ def _document(path: Path, skip: str) -> dict[str, Any]:
         raise UserError(f"{path}: is missing; restore it, export it again, or {skip}") from error
 
 
-_ABSENT = object()
-
-
-def _differences(was: Any, now: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, value before, value now) for each difference of two JSON values."""
-    if isinstance(was, dict) and isinstance(now, dict):
-        for key in [*was, *(key for key in now if key not in was)]:
-            yield from _differences(was.get(key, _ABSENT), now.get(key, _ABSENT), f"{place}.{key}".lstrip("."))
-    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
-        for index, (one, other) in enumerate(zip(was, now, strict=True)):
-            yield from _differences(one, other, f"{place}.{index}".lstrip("."))
-    elif was is _ABSENT or now is _ABSENT or json.dumps(was) != json.dumps(now):  # 1, 1.0 and true differ
-        yield place, was, now
-
-
-def _shown(value: Any) -> str:
-    return "absent" if value is _ABSENT else short_json(value)
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    return short_json(values[key]) if key in values else "absent"
