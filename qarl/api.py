@@ -335,6 +335,7 @@ def generate(
     device: Device = "auto",
     verify_digests: bool = True,
     seed: int = 0,
+    say: Callable[[str], None] = lambda line: None,
 ) -> list[Completion]:
     """Complete prompts with a policy, on the quantized tensors that it is served with.
 
@@ -356,6 +357,7 @@ def generate(
         device: auto, cpu or cuda.
         verify_digests: Compare an exported directory with its qarl_export.json.
         seed: Random seed.
+        say: Called with a line before slow work.
 
     Returns:
         The completions, ordered by prompt, then by sample.
@@ -368,24 +370,13 @@ def generate(
     quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
     found = resolve_target(os.fspath(target), step=step, quant=quant, model=model, verify_digests=verify_digests)
     wait_politely()
-    from qarl.inference.generate import GenerateOptions, complete, gather_texts  # torch: only once the target is known
+    from qarl.inference.generate import GenerateOptions, complete  # torch: only once the target is known
 
-    texts = gather_texts([prompts] if isinstance(prompts, str) else list(prompts), None)
     stops = None if stop is None else tuple(stop)
     options = GenerateOptions(
         chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, chat_template_kwargs
     )
-    completed = complete(found, texts, options, device, lambda line: None)
-    return [
-        Completion(
-            each.given,
-            each.rollout.text,
-            list(each.rollout.token_ids),
-            list(each.rollout.logprobs),
-            each.rollout.finish_reason,
-        )
-        for each in completed
-    ]
+    return complete(found, [prompts] if isinstance(prompts, str) else list(prompts), options, device, say)
 
 
 def verify_exact(

@@ -200,13 +200,18 @@ class Completion:
         token_ids: Tokens of the completion.
         logprobs: Natural log-probs of these tokens, after temperature and truncation (greedy: at temperature 1).
         finish_reason: `stop`, or `length` if the completion was cut off.
+        prompt_index, sample: Index of the prompt, and of the completion among those of the prompt, from 0.
+        prompt_token_ids: Tokens of the prompt as the policy saw it, including the chat template.
     """
 
     prompt: str
     text: str
     token_ids: list[int] = field(repr=False)
     logprobs: list[float] = field(repr=False)
-    finish_reason: str
+    finish_reason: FinishReason
+    prompt_index: int
+    sample: int
+    prompt_token_ids: list[int] = field(repr=False)
 
 
 @dataclass(frozen=True)

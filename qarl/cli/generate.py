@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated
 
 import typer
 
+from qarl import api
 from qarl.cli import options
 from qarl.cli.arguments import option, stream_of, template_object
-from qarl.inference.target import given, resolve_target
+from qarl.errors import UserError
+from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.limits import SAMPLES, TOKENS
-from qarl.utils.threads import wait_politely
+from qarl.types import Completion
+
+PROMPT_BYTES = 2**24  # size limit of a prompt file
 
 
 def generate(
@@ -58,25 +64,71 @@ def generate(
 
     Prompts are used as given: a run's data.prompt_template is not applied.
     """
-    quant = given(scheme=scheme, group_size=group_size, kv_cache_dtype=kv_cache_dtype)
-    found = resolve_target(target, step=step, quant=quant, model=model, verify_digests=verify_digests)
-    arguments = template_object(chat_template_kwargs)
-    wait_politely()
-    # Imports torch, so only once the target is known.
-    from qarl.inference.generate import GenerateOptions, complete, gather_texts
     from qarl.terminal.run_console import RunConsole
 
-    texts = gather_texts(prompt or [], prompt_file)
-    stops = None if not stop else tuple(text for text in stop if text)
-    wanted = GenerateOptions(chat, system, n, temperature, top_k, top_p, min_p, max_new_tokens, seed, stops, arguments)
-    say = RunConsole("plain", stream=sys.stderr).message
-    console = RunConsole("plain")
-    for number, completed in enumerate(complete(found, texts, wanted, device, say)):
+    texts = [*(prompt or []), *([] if prompt_file is None else [_read(prompt_file)])]
+    console, notes = RunConsole("plain"), RunConsole("plain", stream=sys.stderr)
+    completions = api.generate(
+        target,
+        texts,
+        chat=chat,
+        system=system,
+        chat_template_kwargs=template_object(chat_template_kwargs),
+        stop=[text for text in stop if text] if stop else None,
+        n=n,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        scheme=scheme,
+        group_size=group_size,
+        kv_cache_dtype=kv_cache_dtype,
+        step=step,
+        model=model,
+        verify_digests=verify_digests,
+        device=device,
+        seed=seed,
+        say=notes.message,
+    )
+    for number, completion in enumerate(completions):
         if as_json:
-            console.message(completed.as_json())
+            console.message(_as_json(completion))
             continue
         if number:
             console.message("")
-        console.message(completed.head())
-        for line in completed.rollout.text.split("\n"):  # other control characters are escaped
+        console.message(_heading(completion))
+        for line in completion.text.split("\n"):  # other control characters are escaped
             console.message(line)
+
+
+def _read(file: Path) -> str:
+    try:
+        return read_text(file, PROMPT_BYTES, stream=True)
+    except Unreadable as error:
+        raise UserError(f"--prompt-file: {file}: {error.reason}") from error
+
+
+def _as_json(completion: Completion) -> str:
+    """Return one line of ASCII."""
+    return json.dumps(
+        {
+            "prompt": completion.prompt,
+            "prompt_index": completion.prompt_index,
+            "sample": completion.sample,
+            "completion": completion.text,
+            "finish_reason": completion.finish_reason,
+            "mean_logprob": fmean(completion.logprobs),
+            "token_ids": completion.token_ids,
+            "logprobs": completion.logprobs,
+            "prompt_token_ids": completion.prompt_token_ids,
+        }
+    )
+
+
+def _heading(completion: Completion) -> str:
+    end = "stopped" if completion.finish_reason == "stop" else "cut at --max-new-tokens"
+    return (
+        f"prompt {completion.prompt_index + 1}, sample {completion.sample + 1}: {len(completion.token_ids)} tokens, "
+        f"{end}, mean log-prob {fmean(completion.logprobs):.3f}"
+    )

@@ -1,11 +1,8 @@
-"""Complete a few prompts with a policy, for a terminal or as JSON lines."""
+"""Complete a few prompts with a policy."""
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from qarl_kernels.logprob import Truncation
@@ -16,16 +13,12 @@ from qarl.data.conversation import ChatTemplate, encode, require_known_tokens
 from qarl.errors import UserError, memory_errors
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
-from qarl.inputs.files import Unreadable, read_text
 from qarl.inputs.library_errors import foreign_errors
 from qarl.inputs.limits import ITEMS, NAME, SAMPLES, SMALLEST_TEMPERATURE, TEMPERATURE, TOKENS, VOCABULARY
-from qarl.inputs.paths import user_path
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_architecture
 from qarl.storage.saved_state import started_at
-from qarl.types import Prompt, Rollout
-
-PROMPT_BYTES = 2**24  # size limit of a prompt file
+from qarl.types import Completion, Prompt
 
 
 @dataclass(frozen=True)
@@ -78,66 +71,10 @@ class GenerateOptions:
         return Truncation(self.temperature, self.top_k, self.top_p, self.min_p)
 
 
-@dataclass(frozen=True)
-class Completed:
-    """A prompt as given, the prompt as rendered for the policy, and one completion."""
-
-    given: str
-    prompt: Prompt
-    rollout: Rollout
-
-    def as_json(self) -> str:
-        """Return one line of ASCII. Log-probs are in nats, after temperature and truncation (greedy: temperature 1)."""
-        rollout = self.rollout
-        return json.dumps(
-            {
-                "prompt": self.given,
-                "prompt_index": self.prompt.id,
-                "sample": rollout.sample,
-                "completion": rollout.text,
-                "finish_reason": rollout.finish_reason,
-                "mean_logprob": fmean(rollout.logprobs),
-                "token_ids": rollout.token_ids,
-                "logprobs": rollout.logprobs,
-                "prompt_token_ids": self.prompt.token_ids,
-            }
-        )
-
-    def head(self) -> str:
-        """Return one line that describes the completion."""
-        end = "stopped" if self.rollout.finish_reason == "stop" else "cut at --max-new-tokens"
-        return (
-            f"prompt {self.prompt.id + 1}, sample {self.rollout.sample + 1}: {len(self.rollout.token_ids)} tokens, "
-            f"{end}, mean log-prob {fmean(self.rollout.logprobs):.3f}"
-        )
-
-
-def gather_texts(prompts: list[str], file: Path | None) -> list[str]:
-    """Return the prompts of the command line, then the contents of `file` as one more prompt.
-
-    Raises UserError if there is no prompt, one is empty, or the file cannot be read.
-    """
-    named = [(f"--prompt {number}", text) for number, text in enumerate(prompts, 1)]
-    if file is not None:
-        path = user_path(file, "--prompt-file")
-        try:
-            named.append((f"--prompt-file: {file}", read_text(path, PROMPT_BYTES, stream=True)))
-        except Unreadable as error:
-            raise UserError(f"--prompt-file: {file}: {error.reason}") from error
-    if not named:
-        raise UserError("--prompt: no prompt; give --prompt TEXT or --prompt-file FILE")
-    for place, text in named:
-        if not text.strip():
-            raise UserError(f"{place}: is empty; give it some text")
-        if any("\ud800" <= character <= "\udfff" for character in text):
-            raise UserError(f"{place}: is not UTF-8 text; give it as UTF-8")
-    return [text for _, text in named]
-
-
 @memory_errors("lower --max-new-tokens or --n, or take a larger machine")
 def complete(
     target: Target, texts: list[str], options: GenerateOptions, device: str, say: Callable[[str], None]
-) -> list[Completed]:
+) -> list[Completion]:
     """Complete each text `options.n` times.
 
     Args:
@@ -154,6 +91,7 @@ def complete(
         UserError: An option is invalid, a prompt exceeds the context, or the target cannot be opened.
     """
     options.check()
+    _check_texts(texts)
     tokenizer = load_tokenizer(target.model)
     prompts = render(target, tokenizer, texts, options)
     context = context_of(target)
@@ -176,14 +114,29 @@ def complete(
     rollouts = opened.engine.generate(prompts, sampling, opened.policy.version)
     opened.close()
     return [
-        Completed(text, prompt, rollout)
-        for text, prompt, rollout in zip(
-            [text for text in texts for _ in range(options.n)],
-            [prompt for prompt in prompts for _ in range(options.n)],
-            rollouts,
-            strict=True,
+        Completion(
+            texts[rollout.prompt_id],
+            rollout.text,
+            rollout.token_ids,
+            rollout.logprobs,
+            rollout.finish_reason,
+            rollout.prompt_id,
+            rollout.sample,
+            prompts[rollout.prompt_id].token_ids,
         )
+        for rollout in rollouts
     ]
+
+
+def _check_texts(texts: list[str]) -> None:
+    """Raise UserError if there is no prompt, or one is empty or not UTF-8 text."""
+    if not texts:
+        raise UserError("--prompt: no prompt; give --prompt TEXT or --prompt-file FILE")
+    for number, text in enumerate(texts, 1):
+        if not text.strip():
+            raise UserError(f"--prompt {number}: is empty; give it some text")
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            raise UserError(f"--prompt {number}: is not UTF-8 text; give it as UTF-8")
 
 
 def render(

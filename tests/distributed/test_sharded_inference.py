@@ -87,7 +87,7 @@ def test_generate_and_diagnose_open_a_run_of_several_ranks(tiny_model, tmp_path)
     looks = [
         complete(target, ["7 + 5 ="], GenerateOptions(max_new_tokens=6), "cpu", lambda line: None) for target in targets
     ]
-    drawn = [(look[0].rollout.token_ids, look[0].rollout.logprobs) for look in looks]
+    drawn = [(look[0].token_ids, look[0].logprobs) for look in looks]
     assert drawn[0] == drawn[1] == drawn[2]
     assert resolve_target(str(path), step=2).step == 2
     policy = open_policy(resolve_target(str(path), step=2), device="cpu").policy

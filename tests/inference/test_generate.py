@@ -1,6 +1,7 @@
 """`qarl generate`: completions, how they are shown, and what is refused."""
 
 import json
+import re
 import shutil
 from dataclasses import replace
 
@@ -9,14 +10,14 @@ from plain_settings import plain_config
 
 from qarl.config import Config
 from qarl.errors import UserError
-from qarl.inference.generate import Completed, GenerateOptions, complete, gather_texts, render
+from qarl.inference.generate import GenerateOptions, complete, render
 from qarl.inference.opening import open_policy
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_tokenizer
-from qarl.types import Prompt, Rollout
+from qarl.types import Completion
 
 
-def completions(path, texts, scheme="w4a16", **look) -> list[Completed]:
+def completions(path, texts, scheme="w4a16", **look) -> list[Completion]:
     quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
     target = resolve_target(str(path), quant=quant)
     return complete(target, texts, GenerateOptions(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
@@ -41,8 +42,8 @@ def test_greedy_is_the_likeliest_token_of_a_whole_forward_at_every_step(tiny_mod
     found = completions(tiny_model("qwen3"), ["7 + 5 ="], scheme)[0]
     quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
     policy = open_policy(resolve_target(str(tiny_model("qwen3")), quant=quant), device="cpu").policy
-    ids = list(found.prompt.token_ids)
-    for token, logprob in zip(found.rollout.token_ids, found.rollout.logprobs, strict=True):
+    ids = list(found.prompt_token_ids)
+    for token, logprob in zip(found.token_ids, found.logprobs, strict=True):
         row = policy.sampler.logits(policy.sampler.states([ids])[-1:])[0].log_softmax(-1)
         assert token == row.argmax().item()
         assert logprob == row[token].item()
@@ -65,16 +66,16 @@ def test_a_run_that_is_not_there_is_looked_for_on_no_hub(tmp_path, monkeypatch):
 
 def test_samples_at_a_temperature_differ_by_the_seed_alone_and_come_by_prompt(tiny_model):
     found, same, other = (completions(tiny_model(), ["one", "two"], n=3, temperature=1.0, seed=s) for s in (3, 3, 4))
-    ids = [[c.rollout.token_ids for c in drawn] for drawn in (found, same, other)]
+    ids = [[c.token_ids for c in drawn] for drawn in (found, same, other)]
     assert ids[0] == ids[1] != ids[2]
-    assert [(c.given, c.rollout.sample) for c in found] == [(t, i) for t in ("one", "two") for i in range(3)]
-    assert len({tuple(c.rollout.token_ids) for c in found}) == 6
+    assert [(c.prompt, c.sample) for c in found] == [(t, i) for t in ("one", "two") for i in range(3)]
+    assert len({tuple(c.token_ids) for c in found}) == 6
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 1}, {"min_p": 0.9999}, {"top_p": 1e-6}])
 def test_of_the_likeliest_token_alone_draws_are_greedy(tiny_model, cut):
-    greedy = completions(tiny_model(), ["one"])[0].rollout
-    drawn = completions(tiny_model(), ["one"], temperature=1.0, **cut)[0].rollout
+    greedy = completions(tiny_model(), ["one"])[0]
+    drawn = completions(tiny_model(), ["one"], temperature=1.0, **cut)[0]
     assert drawn.token_ids == greedy.token_ids and set(drawn.logprobs) == {0.0}
 
 
@@ -89,7 +90,8 @@ def test_of_the_likeliest_token_alone_draws_are_greedy(tiny_model, cut):
 )
 def test_a_model_gets_its_chat_template_and_the_system_message_first(tiny_model, template, look, text):
     model = tiny_model() if template else tiny_model(chat_template=False)
-    assert completions(model, ["hi"], **look)[0].prompt.text == text
+    target = resolve_target(str(model))
+    assert render(target, load_tokenizer(target.model), ["hi"], GenerateOptions(**look))[0].text == text
 
 
 @pytest.mark.parametrize(
@@ -121,29 +123,27 @@ def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "content", "message"), [(["hi", "  "], None, "--prompt 2: is empty"), ([], b"\xff", "not UTF-8 text")]
+    ("content", "message"),
+    [
+        (b"\n", "--prompt 2: is empty"),
+        (b"\xff", "not UTF-8 text"),
+        (None, r"--prompt-file: .*prompt.txt: no such file"),
+    ],
 )
-def test_prompts_that_cannot_be_used_are_refused(tmp_path, prompts, content, message):
-    file = tmp_path / "prompt.txt"
+def test_a_file_that_is_no_prompt_is_refused(tiny_model, run_command, tmp_path, content, message):
     if content is not None:
-        file.write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        gather_texts(prompts, file if content is not None else None)
-    with pytest.raises(UserError, match=r"--prompt-file: .*absent.txt: no such file"):
-        gather_texts([], tmp_path / "absent.txt")
+        (tmp_path / "prompt.txt").write_bytes(content)
+    code, _, err = run_command("generate", tiny_model(), "--prompt", "hi", "--prompt-file", tmp_path / "prompt.txt")
+    assert code == 2 and re.search(message, err)
 
 
-def test_a_file_is_one_more_prompt(tmp_path):
-    (tmp_path / "prompt.txt").write_text("line one\nline two\n")
-    assert gather_texts(["first"], tmp_path / "prompt.txt") == ["first", "line one\nline two\n"]
-
-
-def test_json_lines_hold_ids_and_log_probs(tiny_model, run_command):
-    options = "--prompt a --prompt b --n 2 --temperature 1 --max-new-tokens 4 --scheme fp8 --json"
+def test_json_lines_hold_ids_and_log_probs_of_prompts_and_then_of_the_file(tiny_model, run_command, tmp_path):
+    (tmp_path / "b.txt").write_text("b\nb\n")
+    options = f"--prompt a --prompt-file {tmp_path}/b.txt --n 2 --temperature 1 --max-new-tokens 4 --scheme fp8 --json"
     code, out, _ = run_command("generate", tiny_model(), *options.split())
     rows = [json.loads(line) for line in out.splitlines()]
     assert code == 0
-    assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b", 0), ("b", 1)]
+    assert [(row["prompt"], row["sample"]) for row in rows] == [("a", 0), ("a", 1), ("b\nb\n", 0), ("b\nb\n", 1)]
     for row in rows:
         assert len(row["token_ids"]) == len(row["logprobs"]) <= 4
         assert row["mean_logprob"] == pytest.approx(sum(row["logprobs"]) / len(row["logprobs"]))
@@ -153,8 +153,7 @@ def test_json_lines_hold_ids_and_log_probs(tiny_model, run_command):
 
 
 def test_a_completion_cannot_drive_the_terminal(tiny_model, run_command, monkeypatch):
-    hostile = Rollout(0, 0, [5, 6], [-0.5, -1.5], "length", 0, 0, "red \x1b[31m\r\nsecond line\u202e")
-    made = Completed("hi", Prompt(0, [4], "hi"), hostile)
+    made = Completion("hi", "red \x1b[31m\r\nsecond line\u202e", [5, 6], [-0.5, -1.5], "length", 0, 0, [4])
     monkeypatch.setattr("qarl.inference.generate.complete", lambda *_: [made])
     code, out, _ = run_command("generate", tiny_model(), "--prompt", "hi")
     assert code == 0
@@ -163,7 +162,7 @@ def test_a_completion_cannot_drive_the_terminal(tiny_model, run_command, monkeyp
         "red \\x1b[31m\\r",
         "second line\\u202e",
     ]
-    assert "\x1b" not in made.as_json()
+    assert "\x1b" not in run_command("generate", tiny_model(), "--prompt", "hi", "--json")[1]
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tiny_model, run_command):

@@ -94,8 +94,8 @@ def test_completions_end_as_the_runs_responses_did(placed):
     def completed(rollout: dict[str, Any], **look: Any) -> list[int]:
         target = resolve_target(str(placed({}, rollout)["export"]))
         found = complete(target, ["hi"], GenerateOptions(max_new_tokens=12, **look), "cpu", lambda line: None)
-        texts.append(found[0].rollout.text)
-        return found[0].rollout.token_ids
+        texts.append(found[0].text)
+        return found[0].token_ids
 
     texts: list[str] = []
     whole = completed({})
