@@ -34,7 +34,7 @@ QARL = str(Path(__file__).parent / "fake_loop.py")
 TORCHRUN = ["torch.distributed.run", "--nproc-per-node=2", "--rdzv-backend=c10d"]
 TORCHRUN += ["--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", QARL, "train"]  # on a port that is free
 LIMIT_S = 180
-HANGS = ("stop", "hang")
+HANGS = ("stop", "hang", "late")
 
 
 class Run:
