@@ -350,11 +350,12 @@ def write_figures(options: argparse.Namespace) -> None:
     order = list(load_study(str(STUDY)).variants)
 
     def read(size: str | None) -> tuple[str, dict[Key, list[Row]], list[Row] | None]:
-        """The setting, the records, and those of the arm that others are compared with, at its best learning rate."""
+        """The setting, the records, and those that others are compared with: of most seeds, then of the best reward."""
         records = read_records(options.root / RECORDS, size)
         groups = grouped(records, order)
         others = [found for (arm, _), found in groups.items() if arm in options.reference]
-        return setting(records), groups, max(others, key=lambda r: step_number(r, "reward/mean") or 0.0, default=None)
+        best = max(others, key=lambda found: (len(found), step_number(found, "reward/mean") or 0.0), default=None)
+        return setting(records), groups, best
 
     first, *further = options.size or [None]
     about, groups, reference = read(first)
