@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 PROMPT_CHARS = 10_000_000  # limit per prompt, beyond any model's context
 
+EMPTY = "empty"  # reason for dropping a row without tokens
 _BATCH = 1000  # rows tokenized in one call
 
 
@@ -42,45 +43,30 @@ class DropReport:
     """Result of the length filter.
 
     Attributes:
+        rows: Rows of the source.
+        reasons: Why rows were dropped -> how many were.
         shortest, longest: Prompt lengths in tokens over all rows, including dropped ones.
-        too_long: Rows over data.max_prompt_length.
-        over_context: Rows within it whose prompt and response exceed the context.
-        empty: Rows without tokens.
     """
 
     rows: int
-    kept: int
-    too_long: int
-    over_context: int
-    empty: int
+    reasons: dict[str, int]
     shortest: int
     longest: int
-    max_prompt_length: int
-    max_response_length: int
-    max_context: int
 
     @property
     def dropped(self) -> int:
-        return self.rows - self.kept
+        return sum(self.reasons.values())
 
     def summary(self) -> str:
         """One line for the console."""
-        head = f"{self.kept} prompts of {self.shortest} to {self.longest} tokens"
+        kept = self.rows - self.dropped
         if not self.dropped:
-            return head
-        return f"{self.kept} of {self.rows} prompts kept, {self.dropped} dropped: {self._reasons()}"
+            return f"{kept} prompts of {self.shortest} to {self.longest} tokens"
+        return f"{kept} of {self.rows} prompts kept, {self.dropped} dropped: {self.why()}"
 
-    def _reasons(self) -> str:
-        reasons = (
-            (self.too_long, f"longer than data.max_prompt_length {self.max_prompt_length}"),
-            (
-                self.over_context,
-                f"with rollout.max_response_length {self.max_response_length} over the context of {self.max_context}",
-            ),
-            (self.empty, "empty"),
-        )
+    def why(self) -> str:
         lengths = f"lengths {self.shortest} to {self.longest} tokens"
-        return "; ".join([*(f"{count} {why}" for count, why in reasons if count), lengths])
+        return "; ".join([*(f"{count} {reason}" for reason, count in self.reasons.items() if count), lengths])
 
 
 def build_prompts(
@@ -124,9 +110,11 @@ def build_prompts(
     places = [f"data: row {index}" for index in range(len(rows))]
     texts = _texts(rows, places, config, tokenizer, now)
 
+    too_long = f"longer than data.max_prompt_length {config.max_prompt_length}"
+    over_context = f"with rollout.max_response_length {max_response_length} over the context of {max_context}"
+    reasons = {too_long: 0, over_context: 0, EMPTY: 0}
     prompts: list[Prompt] = []
     lengths: list[int] = []
-    too_long = over_context = 0
     for start in range(0, len(rows), _BATCH):
         batch = texts[start : start + _BATCH]
         for index, token_ids in enumerate(encode(tokenizer, batch, config.chat_template), start=start):
@@ -134,26 +122,17 @@ def build_prompts(
             lengths.append(length)
             require_known_tokens(token_ids, vocabulary, tokenizer, places[index])
             if length > config.max_prompt_length:
-                too_long += 1
+                reasons[too_long] += 1
             elif length + max_response_length > max_context:
-                over_context += 1
-            elif length > 0:
+                reasons[over_context] += 1
+            elif length == 0:
+                reasons[EMPTY] += 1
+            else:
                 columns = {name: value for name, value in rows[index].items() if name not in RESERVED_COLUMNS}
                 prompts.append(Prompt(index, token_ids, texts[index], columns))
-    report = DropReport(
-        rows=len(rows),
-        kept=len(prompts),
-        too_long=too_long,
-        over_context=over_context,
-        empty=len(rows) - len(prompts) - too_long - over_context,
-        shortest=min(lengths),
-        longest=max(lengths),
-        max_prompt_length=config.max_prompt_length,
-        max_response_length=max_response_length,
-        max_context=max_context,
-    )
+    report = DropReport(len(rows), reasons, min(lengths), max(lengths))
     if not prompts:
-        raise UserError(f"data: no prompt is left of {report.rows} rows in `{config.source}`: {report._reasons()}")
+        raise UserError(f"data: no prompt is left of {report.rows} rows in `{config.source}`: {report.why()}")
     return prompts, report
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from qarl.config import EvalTask, RewardConfig, RewardFunction
 from qarl.config.evaluation_presets import PRESETS
 from qarl.data import build_prompts
+from qarl.data.prompts import EMPTY
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
@@ -83,8 +84,8 @@ def load_tasks(
             data = data.model_copy(update={"max_prompt_length": sys.maxsize})
         with _errors_of(task):
             prompts, report = build_prompts(data, tokenizer, sys.maxsize, 0, vocabulary=vocabulary, now=now)
-            if report.empty:
-                raise UserError(f"{report.empty} of {report.rows} prompts have no text")
+            if empty := report.reasons[EMPTY]:
+                raise UserError(f"{empty} of {report.rows} prompts have no text")
             if task.preset is not None:
                 kept = PRESETS[task.preset].reads
                 prompts = [replace(p, columns={name: p.columns[name] for name in kept}) for p in prompts]
