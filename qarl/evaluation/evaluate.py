@@ -6,6 +6,8 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,52 +83,38 @@ def evaluate_target(
         require_room(tasks, settings.max_response_length, room, "the context", key)
         identity = _identity(target, tokenizer, tasks, settings)
         path = out or _default_directory(target, tasks, identity)
-        limits = target.run.reward if target.run else None
-        with ResultsDirectory.open(path, identity) as directory, rewards_logged(path / "rewards.log"):
+        with ExitStack() as held:
+            directory = held.enter_context(ResultsDirectory.open(path, identity))
+            held.enter_context(rewards_logged(path / "rewards.log"))
             with console.phase("reward workers"):
-                rewards = TaskRewards(tasks, limits, path / "rewards.log")
+                rewards = TaskRewards(tasks, target.run.reward if target.run else None, path / "rewards.log")
+            held.callback(rewards.close)
+            with console.phase("model"):
+                sizes = rollout.model_copy(update={"kv_cache_tokens": None}) if rollout else None
+                opened = open_policy(target, device=device, rollout=sizes)
+            held.callback(opened.close)
+            sampling = opened.sampling(
+                settings.samples,
+                settings.max_response_length,
+                settings.truncation,
+                stop=settings.stop,
+                extra_stop_ids=tuple(ends.stop_token_ids) if ends else (),
+                ignore_eos=ends is not None and ends.ignore_eos,
+            )
+            settings = replace(settings, stop_token_ids=sampling.stop_token_ids)
+            late = {
+                "stop_token_ids": sorted(sampling.stop_token_ids),
+                "weights": opened.policy.current.manifest().digest(),
+            }
+            directory.begin(late, settings.samples)
+            if directory.rows:
+                console.message(f"resuming from {len(directory.rows)} completions in {path}")
+            engine, version, rows = opened.engine, opened.policy.version, directory.rows
             try:
-                with console.phase("model"):
-                    sizes = rollout.model_copy(update={"kv_cache_tokens": None}) if rollout else None
-                    opened = open_policy(target, device=device, rollout=sizes)
-                try:
-                    sampling = opened.sampling(
-                        settings.samples,
-                        settings.max_response_length,
-                        settings.truncation,
-                        stop=settings.stop,
-                        extra_stop_ids=tuple(ends.stop_token_ids) if ends else (),
-                        ignore_eos=ends is not None and ends.ignore_eos,
-                    )
-                    settings = Settings.of(section, length, stop, sampling.stop_token_ids)
-                    late = {
-                        "stop_token_ids": sorted(sampling.stop_token_ids),
-                        "weights": opened.policy.current.manifest().digest(),
-                    }
-                    directory.begin(late, settings.samples)
-                    if directory.rows:
-                        console.message(f"resuming from {len(directory.rows)} completions in {path}")
-                    try:
-                        summary = evaluate(
-                            opened.engine,
-                            opened.policy.version,
-                            tasks,
-                            settings,
-                            rewards,
-                            directory.rows,
-                            directory.append,
-                            console.phase,
-                        )
-                    except KeyboardInterrupt:
-                        console.message(
-                            f"stopped with {len(directory.rows)} completions in {path}; rerun the same command "
-                            "to resume"
-                        )
-                        raise
-                finally:
-                    opened.close()
-            finally:
-                rewards.close()
+                summary = evaluate(engine, version, tasks, settings, rewards, rows, directory.append, console.phase)
+            except KeyboardInterrupt:
+                console.message(f"stopped with {len(rows)} completions in {path}; rerun the same command to resume")
+                raise
             results = {
                 "format_version": 1,
                 "target": target.name,
