@@ -5,6 +5,7 @@ import os
 import select
 import stat
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 
@@ -49,13 +50,8 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> byt
         NoSuchFile: There is no such file.
         Unreadable: It cannot be read, is too large, or is of another kind.
     """
-    fd = _open(path, stream)
-    try:
-        data = b"".join(_chunks(fd, limit + 1))
-    except OSError as error:
-        raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
-    finally:
-        os.close(fd)
+    with os.fdopen(_open(path, stream), "rb", buffering=0) as file, _reading(path):
+        data = b"".join(_chunks(file.fileno(), limit + 1))
     if len(data) > limit:
         raise Unreadable(str(path), f"holds more than {limit:,} bytes, the most that is read of such a file")
     return data
@@ -65,13 +61,8 @@ def read_prefix(path: Path, count: int) -> tuple[bytes, int]:
     """Read up to `count` bytes from the start of a file of any size; also returns the file's size. Raises NoSuchFile,
     Unreadable.
     """
-    fd = _open(path, stream=False)
-    try:
-        return b"".join(_chunks(fd, count)), os.fstat(fd).st_size
-    except OSError as error:
-        raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
-    finally:
-        os.close(fd)
+    with open_regular(path) as file, _reading(path):
+        return file.read(count), os.fstat(file.fileno()).st_size
 
 
 def read_text(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> str:
@@ -84,15 +75,9 @@ def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes
 
     limit: maximum bytes per line. Raises NoSuchFile, Unreadable.
     """
-    with open_regular(path) as file:
+    with open_regular(path) as file, _reading(path):
         number = 0
-        while True:
-            try:
-                line = file.readline(limit + 1)
-            except OSError as error:
-                raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
-            if not line:
-                return
+        while line := file.readline(limit + 1):
             number += 1
             if len(line) > limit:
                 raise Unreadable(f"{path} line {number}", f"has more than {limit:,} bytes")
@@ -106,11 +91,8 @@ def open_regular(path: Path) -> BufferedReader:
 
 def file_sha256(path: Path) -> tuple[int, str]:
     """Return size in bytes and SHA-256 of a regular file of any size. Raises NoSuchFile, Unreadable."""
-    with open_regular(path) as file:
-        try:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        except OSError as error:
-            raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
+    with open_regular(path) as file, _reading(path):
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
         return file.tell(), digest
 
 
@@ -139,6 +121,15 @@ def decode(data: bytes, place: str) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         reason = f"not UTF-8 text (line {line}, byte 0x{data[error.start]:02x} at {error.start:,}); save it as UTF-8"
         raise Unreadable(place, reason) from None
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn an OSError into an Unreadable file."""
+    try:
+        yield
+    except OSError as error:
+        raise Unreadable(str(path), f"cannot be read: {reason_of(error)}") from error
 
 
 def _open(path: Path, stream: bool) -> int:
