@@ -132,7 +132,7 @@ def export(
     Raises:
         UserError: There is no such run or checkpoint, the checkpoint is damaged, or the disk or the hub fails.
     """
-    from qarl.exporting.hub import HubRepository
+    from qarl.exporting.hub import create_repository, push
     from qarl.inference.target import resolve_target
 
     name = os.fspath(run)
@@ -142,7 +142,7 @@ def export(
         what = kinds[target.kind] if Path(name).expanduser().exists() else "is no run directory"
         raise UserError(f"RUN: {name} {what}; give a run directory, or use qarl quantize for a model")
     directory = target.run_dir / "export" if out is None else user_path(out, "OUT")
-    repository = None if push_to_hub is None else HubRepository(push_to_hub, private)
+    repository = None if push_to_hub is None else create_repository(push_to_hub, private)
     written = _write(target, directory, max_shard_size, unpacked, dtype is not None, for_vllm, progress)
     if verify:
         from qarl.exporting.verify import verify_export
@@ -151,7 +151,7 @@ def export(
         with quiet_libraries(say):
             written = replace(written, verification=verify_export(target, directory, say=say))
     if repository is not None and (written.verified or not verify):
-        written = replace(written, pushed=repository.push(written.path, f"Step {target.step} of {target.name}"))
+        written = replace(written, pushed=push(repository, written.path, f"Step {target.step} of {target.name}"))
     return written
 
 

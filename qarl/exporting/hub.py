@@ -7,10 +7,10 @@ from typing import Any
 from qarl.errors import UserError
 
 
-class HubRepository:
-    """A model repository on the hub, created if it does not exist.
+def create_repository(name: str, private: bool) -> str:
+    """Create a model repository on the hub unless it exists, and return its full name.
 
-    It is created before the export, so that a wrong name or a missing token fails early.
+    Call it before the export, so that a wrong name or a missing token fails early.
 
     Args:
         name: `user/name`, or `name` in the user's own namespace.
@@ -19,29 +19,25 @@ class HubRepository:
     Raises:
         UserError: The hub refuses the repository, or cannot be reached.
     """
+    from huggingface_hub import HfApi
 
-    def __init__(self, name: str, private: bool = False) -> None:
-        from huggingface_hub import HfApi
+    return str(_asked(name, lambda: HfApi().create_repo(name, private=private, exist_ok=True)).repo_id)
 
-        self._api = HfApi()
-        created = _asked(name, lambda: self._api.create_repo(name, private=private, exist_ok=True))
-        self.name = str(created.repo_id)
 
-    def push(self, folder: Path, message: str) -> str:
-        """Upload the files of an export as one commit.
+def push(repository: str, folder: Path, message: str) -> str:
+    """Upload the files of an export as one commit, and return the address of the commit.
 
-        Returns:
-            The address of the commit.
+    Raises:
+        UserError: The hub refuses, or cannot be reached; the export stays where it is.
+    """
+    from huggingface_hub import HfApi
 
-        Raises:
-            UserError: The hub refuses, or cannot be reached; the export stays where it is.
-        """
-        upload = _asked(
-            self.name,
-            lambda: self._api.upload_folder(repo_id=self.name, folder_path=str(folder), commit_message=message),
-            f"; the export stays in {folder}",
-        )
-        return str(upload.commit_url)
+    uploaded = _asked(
+        repository,
+        lambda: HfApi().upload_folder(repo_id=repository, folder_path=str(folder), commit_message=message),
+        f"; the export stays in {folder}",
+    )
+    return str(uploaded.commit_url)
 
 
 def _asked(name: str, action: Callable[[], Any], kept: str = "") -> Any:

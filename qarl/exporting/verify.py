@@ -117,15 +117,19 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     release_memory()
     responses = reference.token_ids
     fault = next(filter(None, (fault, *(scheme.library_fault(*shape) for shape in sorted(shapes)))), None)
-    read_library = _unless(fault, read_transformers)
-    read_server = _unless(unfused and unfused[1], read_vllm)
-    readers: list[tuple[str, Callable[[], Reading]]] = [
-        ("qarl", lambda: read_native(out, prompts, MAX_TOKENS, device)),
-        ("transformers", lambda: read_library(out, prompts, responses, MAX_TOKENS, where)),
-        ("vllm", lambda: read_server(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log")),
+    readers: list[tuple[str, str | None, Callable[[], Reading]]] = [
+        ("qarl", None, lambda: read_native(out, prompts, MAX_TOKENS, device)),
+        ("transformers", fault, lambda: read_transformers(out, prompts, responses, MAX_TOKENS, where)),
+        (
+            "vllm",
+            unfused and unfused[1],
+            lambda: read_vllm(out, prompts, responses, MAX_TOKENS, dtype, mixed, out / "vllm.log"),
+        ),
     ]
-    for name, read in readers:
+    for name, unreadable, read in readers:
         try:
+            if unreadable is not None:
+                raise Unsupported(unreadable)
             found.append(compare(name, reference, read(), 0.0 if name == "qarl" and exact else scheme.tolerance))
         except Unsupported as why:
             found.append(Agreement(name, "skipped", str(why)))
@@ -141,15 +145,6 @@ def verify_export(target: Target, out: Path, *, device: str = "auto", say: Calla
     }
     write_json(out / "verification.json", strict(record), "OUT")
     return record
-
-
-def _unless(fault: str | None, read: Callable[..., Reading]) -> Callable[..., Reading]:
-    """Return `read`, or a function that raises Unsupported with the reason `fault`."""
-
-    def unsupported(*arguments: Any) -> Reading:
-        raise Unsupported(fault)
-
-    return read if fault is None else unsupported
 
 
 def compare(name: str, reference: Reading, reading: Reading, bound: float) -> Agreement:
