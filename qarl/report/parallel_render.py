@@ -34,36 +34,29 @@ def render_in_parallel(sections: Sequence[Section]) -> Iterator[None]:
 
 def _draw_all(charts: Sequence[Chart], processes: int) -> None:
     """Fill `rendered`. Each fork renders every `processes`-th chart into files of a private directory."""
-    with tempfile.TemporaryDirectory(prefix="qarl-charts-") as name:
-        directory = Path(name)
+    with tempfile.TemporaryDirectory(prefix="qarl-charts-") as directory:
         forks: list[int] = []
         try:
-            for share in range(processes - 1):
-                forks.append(_fork(charts[share::processes], share, processes, directory))
-            _draw(charts[processes - 1 :: processes], processes - 1, processes, directory)
+            for share in range(processes):
+                forks.append(_fork(charts[share::processes], directory))
         finally:
             codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in forks]
-        for share, code in enumerate([*codes, 0]):
-            if code == 0:  # a killed fork leaves missing or partial files
-                for index in range(share, len(charts), processes):
-                    for form in FORMS:
-                        rendered[id(charts[index]), form] = (directory / f"{index}.{form}").read_bytes()
+        for share, code in enumerate(codes):
+            for chart in charts[share::processes] if code == 0 else ():  # a killed fork leaves partial files
+                for form in FORMS:
+                    rendered[id(chart), form] = Path(directory, f"{id(chart)}.{form}").read_bytes()
 
 
-def _fork(charts: Sequence[Chart], share: int, processes: int, directory: Path) -> int:
+def _fork(charts: Sequence[Chart], directory: str) -> int:
     """Start a process that renders its share and exits; return its pid."""
     pid = os.fork()
     if pid:
         return pid
     code = 1
     try:
-        _draw(charts, share, processes, directory)
+        for chart in charts:
+            for form in FORMS:
+                Path(directory, f"{id(chart)}.{form}").write_bytes(save(chart, form))
         code = 0
     finally:
         os._exit(code)  # skip the parent's cleanup handlers
-
-
-def _draw(charts: Sequence[Chart], share: int, processes: int, directory: Path) -> None:
-    for index, chart in enumerate(charts):
-        for form in FORMS:
-            (directory / f"{share + index * processes}.{form}").write_bytes(save(chart, form))
