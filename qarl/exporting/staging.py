@@ -13,15 +13,9 @@ from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, remove_e
 
 def require_vacant(out: Path) -> None:
     """Raise UserError unless `out` does not exist or is an empty directory."""
+    require_output(out, "OUT", folder=True)
     with disk_errors(out, place="OUT"):
-        if out.is_symlink() and not out.exists():
-            raise UserError(f"{out}: is a link to nothing; choose another OUT")
-        if not out.exists():
-            require_output(out, "OUT", folder=True)
-            return
-        if not out.is_dir():
-            raise UserError(f"{out}: is a file; choose another OUT")
-        if any(out.iterdir()):
+        if out.exists() and any(out.iterdir()):
             raise UserError(f"{out}: exists and is not empty; remove it, or choose another OUT")
 
 

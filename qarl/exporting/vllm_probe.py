@@ -26,7 +26,8 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
     from vllm.inputs import TokensPrompt
     from vllm.platforms import current_platform
 
-    unsupported, note = known_limits(_quantization(request["checkpoint"]), vllm.__version__, request["experts"])
+    config = json.loads((Path(request["checkpoint"]) / "config.json").read_text(encoding="utf-8"))
+    unsupported, note = known_limits(config.get("quantization_config"), vllm.__version__, request["experts"])
     if unsupported:
         return {"unsupported": unsupported}
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}
@@ -64,10 +65,6 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         "logprobs": logprobs,
         "likeliest": likeliest,
     }
-
-
-def _quantization(checkpoint: str) -> dict[str, Any] | None:
-    return json.loads((Path(checkpoint) / "config.json").read_text(encoding="utf-8")).get("quantization_config")
 
 
 if __name__ == "__main__":

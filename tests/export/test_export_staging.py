@@ -61,6 +61,6 @@ def test_an_output_in_use_is_refused(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     (tmp_path / "file").touch()
-    for name, reason in (("file", "is a file"), ("full", "is not empty")):
+    for name, reason in (("file", "not a directory"), ("full", "is not empty")):
         with pytest.raises(UserError, match=reason):
             require_vacant(tmp_path / name)
