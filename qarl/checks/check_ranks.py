@@ -50,8 +50,7 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
         if gpus is not None and vllm.device is not None:
             last = vllm.device + len(drawing) * vllm.tensor_parallel - 1
             if vllm.device < count:
-                text = f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
-                yield config.fault("rollout.vllm.device", text)
+                yield config.fault("rollout.vllm.device", _of_learner(count))
             elif last >= gpus:
                 text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
                 yield config.fault("rollout.vllm.device", text)
@@ -67,11 +66,14 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
         return
     first = count if ahead.device is None else ahead.device
     if first < count:
-        text = f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
-        yield Fault(("rollout", "async", "device"), first, text)
+        yield Fault(("rollout", "async", "device"), first, _of_learner(count))
     elif first + count > gpus:
         text = f"each rank has a sampler, on GPUs {first} to {first + count - 1}, but this machine shows {gpus}, from 0"
         yield Fault(("rollout", "async"), f"with {count} ranks", f"{text}; start fewer ranks")
+
+
+def _of_learner(count: int) -> str:
+    return f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
 
 
 def _deepspeed_faults(config: Config) -> Iterator[Fault]:

@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,9 +55,7 @@ def build_sections(comparison: dict[str, Any], records: dict[str, RunRecord]) ->
 
 
 def _subtitle(members: list[dict[str, Any]]) -> str:
-    states: dict[str, int] = {}
-    for member in members:
-        states[member["state"]] = states.get(member["state"], 0) + 1
+    states = Counter(member["state"] for member in members)
     return f"{len(members)} runs: " + ", ".join(f"{count} {state}" for state, count in states.items())
 
 

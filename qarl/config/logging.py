@@ -6,36 +6,30 @@ from qarl.inputs.limits import FILES, STEPS, TEXT
 from qarl.inputs.section import Field, Name, Section
 
 
-class WandbConfig(Section):
+class TrackerConfig(Section):
+    """Keys of every tracker."""
+
+    project: Name = Field(description="Name of the project; in MLflow of the experiment.")
+    name: Name | None = Field(None, description="Name of the run; null: the run directory's name.")
+
+
+class WandbConfig(TrackerConfig):
     """Weights & Biases."""
 
-    project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
     mode: Literal["online", "offline", "disabled"] = Field("online", description="Mode of wandb.init (WANDB_MODE).")
 
 
-class TrackioConfig(Section):
-    """Trackio."""
-
-    project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
-
-
-class MlflowConfig(Section):
+class MlflowConfig(TrackerConfig):
     """MLflow."""
 
-    project: Name = Field(description="Experiment name.")
-    name: Name | None = Field(None, description="Run name; null: the run directory's name.")
     tracking_uri: str | None = Field(
         None, min_length=1, max_length=TEXT, description="Tracking server or directory; null: MLFLOW_TRACKING_URI."
     )
 
 
-class SwanlabConfig(Section):
+class SwanlabConfig(TrackerConfig):
     """SwanLab."""
 
-    project: Name = Field(description="Project name.")
-    name: Name | None = Field(None, description="Experiment name; null: the run directory's name.")
     mode: Literal["cloud", "local", "offline", "disabled"] = Field("cloud", description="Mode of swanlab.init.")
 
 
@@ -44,7 +38,7 @@ class LoggingConfig(Section):
 
     tensorboard: bool = Field(True, description="Write TensorBoard events to the run directory.")
     wandb: WandbConfig | None = Field(None, description="Log to Weights & Biases; null: off.")
-    trackio: TrackioConfig | None = Field(None, description="Log to Trackio; null: off.")
+    trackio: TrackerConfig | None = Field(None, description="Log to Trackio; null: off.")
     mlflow: MlflowConfig | None = Field(None, description="Log to MLflow; null: off.")
     swanlab: SwanlabConfig | None = Field(None, description="Log to SwanLab; null: off.")
     rollouts_every: int = Field(

@@ -4,10 +4,9 @@ from collections.abc import Iterator
 from typing import Annotated, ClassVar, Literal
 
 from qarl.config.by_device import ByDevice
-from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, VLLMConfig
+from qarl.config.vllm import EXACT_ARGS, OWN_GPU_FRAC, SHARED_GPU_FRAC, Restarts, VLLMConfig
 from qarl.inputs.limits import (
     DEVICES,
-    FILES,
     IDS,
     ITEMS,
     MOST_STALE,
@@ -116,9 +115,7 @@ class AsyncConfig(Section):
     timeout_s: float = Field(
         600.0, ge=10, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
     )
-    max_restarts: int = Field(
-        2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."
-    )
+    max_restarts: Restarts = 2
 
     @property
     def exact(self) -> bool:

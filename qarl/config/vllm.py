@@ -79,6 +79,12 @@ EXACT_ARGS = (
 SHARED_GPU_FRAC, OWN_GPU_FRAC = 0.4, 0.85
 
 
+Restarts = Annotated[
+    int,
+    Field(ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."),
+]
+
+
 def _supported(publish: Any) -> Any:
     """Accept `changed`, a mode of earlier versions. A step changes nearly all layers: it sent 99.8 % of the bytes."""
     if publish != "changed":
@@ -143,9 +149,7 @@ class VLLMConfig(Section):
     timeout_s: float = Field(
         600.0, gt=0, le=SECONDS, description="Seconds without a sign of life after which the sampler counts as hung."
     )
-    max_restarts: int = Field(
-        2, ge=0, le=FILES, description="Restarts of a failed sampler per run; one more failure ends the run."
-    )
+    max_restarts: Restarts = 2
     args: dict[str, JsonValue] = Field({}, description="Further vLLM engine arguments by name, e.g. {block_size: 32}.")
 
     @property

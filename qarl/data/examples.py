@@ -9,6 +9,7 @@ Three kinds of rows are accepted, as in TRL:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -49,10 +50,7 @@ class ExampleReport:
     tokens: int = 0
     cut: int = 0  # responses cut to the longest that is allowed
     endless: int = 0  # responses that are not cut and do not end with a token that ends a response
-    dropped: dict[str, int] = field(default_factory=dict)  # reason: rows
-
-    def drop(self, reason: str) -> None:
-        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+    dropped: Counter[str] = field(default_factory=Counter)  # reason: rows
 
     def summary(self) -> str:
         """One line for the console."""
@@ -142,10 +140,10 @@ def _example(
     """Split an example into prompt and response, and cut the response; None if nothing is left to learn."""
     start = tokens.trained.index(True) if True in tokens.trained else 0
     if start == 0:
-        report.drop("nothing to learn")
+        report.dropped["nothing to learn"] += 1
         return None
     if start > max_prompt or start >= max_context:
-        report.drop(f"prompt longer than data.max_prompt_length {max_prompt} or the context of {max_context}")
+        report.dropped[f"prompt longer than data.max_prompt_length {max_prompt} or the context of {max_context}"] += 1
         return None
     whole, room = len(tokens.ids) - start, min(max_response, max_context - start)
     ids, trained = tokens.ids[start : start + room], tokens.trained[start : start + room]

@@ -75,16 +75,13 @@ def gpu_bytes() -> int | None:
 
 def visible_gpus() -> list[str]:
     """Return the GPUs visible to this process: those that NVML counts, filtered by `CUDA_VISIBLE_DEVICES`."""
-    visible, count = os.environ.get("CUDA_VISIBLE_DEVICES"), _gpu_count()
-    names = map(str, range(count)) if visible is None else filter(None, visible.split(","))
-    return list(names)[:count]
-
-
-def _gpu_count() -> int:
     count = ctypes.c_uint()
     with _driver() as library:
-        failed = library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        return 0 if failed else count.value
+        if library is None or library.nvmlDeviceGetCount_v2(ctypes.byref(count)):
+            return []
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = map(str, range(count.value)) if visible is None else filter(None, visible.split(","))
+    return list(names)[: count.value]
 
 
 @contextmanager
