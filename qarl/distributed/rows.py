@@ -11,6 +11,7 @@ from qarl.utils.expert_names import experts_of
 from qarl.utils.packed_linears import fused_groups
 
 Block = tuple[str, ...]
+VECTOR = 64  # elements; vectors are assigned whole, because kernels may round the tail of a vectorized loop differently
 
 
 class RowPlan:
@@ -37,23 +38,23 @@ class RowPlan:
         stacks: Iterable[Sequence[str]] = (),
     ) -> None:
         self.shapes, self.count = {name: tuple(shape) for name, shape in shapes.items()}, count
-        stack_of = {name: tuple(stack) for stack in stacks for name in stack}
+        stack_of = {name: stack for stack in map(tuple, stacks) for name in stack}
         self.blocks: list[Block] = list(dict.fromkeys(stack_of.get(name, (name,)) for name in self.shapes))
-        self._of_blocks: dict[Block, list[range]] = {}
+        self._block_of = {name: block for block in self.blocks for name in block}
         self._units = {block: unit_of(block[0]) for block in self.blocks}
+        self._of_blocks = {block: cut(self.block_shape(block)[0], self._units[block], count) for block in self.blocks}
         self._cuts: dict[str, list[range]] = {}
-        for block in self.blocks:
-            sizes = [self.shapes[name][0] for name in block]
-            self._of_blocks[block] = whole = cut(sum(sizes), self._units[block], count)
-            first = 0
-            for name, rows in zip(block, sizes, strict=True):
-                self._cuts[name] = [
-                    range(*(min(max(end - first, 0), rows) for end in (own.start, own.stop))) for own in whole
-                ]
-                first += rows
 
     def cut(self, name: str) -> list[range]:
         """Return the rows of each rank."""
+        if name not in self._cuts:
+            block = self._block_of[name]
+            first = 0
+            for member in block:
+                rows = self.shapes[member][0]
+                ends = ((own.start - first, own.stop - first) for own in self._of_blocks[block])
+                self._cuts[member] = [range(*(min(max(end, 0), rows) for end in pair)) for pair in ends]
+                first += rows
         return self._cuts[name]
 
     def block_cut(self, block: Block) -> list[range]:
@@ -89,9 +90,16 @@ def stacked_experts(
                 yield names
 
 
-def most_rows(rows: int, unit: int, count: int) -> int:
-    """Return the rows of the first rank, which has the most."""
-    return min(rows, math.ceil(math.ceil(rows / unit) / count) * unit)
+def plan_of(shapes: Mapping[str, Sequence[int]], scheme_of: Callable[[str], Scheme | None], count: int) -> RowPlan:
+    """Assign rows of each master weight to ranks.
+
+    Args:
+        shapes: Shape per master weight.
+        scheme_of: Returns the scheme that quantizes a parameter, or None.
+        count: Number of ranks.
+    """
+    stacks = stacked_experts(shapes, scheme_of)
+    return RowPlan(shapes, lambda name: row_unit(scheme_of(name)) if len(shapes[name]) > 1 else VECTOR, count, stacks)
 
 
 def cut(rows: int, unit: int, count: int) -> list[range]:

@@ -16,10 +16,9 @@ from qarl_formats.scheme import Scheme, is_ignored
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.config.quant import scheme_of
-from qarl.distributed.rows import most_rows, row_unit, stacked_experts
+from qarl.distributed.rows import plan_of
 
 Phase = Literal["always", "rollout", "update", "optimizer", "publish", "sampler GPU", "host"]
-VECTOR = 64  # `qarl.training.row_setup.VECTOR`, which imports torch
 WINDOW = 3  # groups of masters with gradients in memory: two in flight (`qarl.training.row_sums`), one computed
 BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, also used for its all-reduce
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's sub_group_size
@@ -38,51 +37,44 @@ class Share:
 
 
 class Block(NamedTuple):
-    """Masters that are sharded together. columns: elements per row. unit: rows that stay on one rank."""
+    """Masters that are sharded together."""
 
     rows: int
-    columns: int
-    unit: int
+    first: int  # rows of the first rank, which has the most
+    columns: int  # elements per row
     scheme: Scheme | None  # None: not quantized
-    stack: bool
+    stack: bool  # experts
     matrix: bool  # a weight matrix of a layer
 
 
 def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
     """Share of rank 0, which holds the most, with row sharding."""
-    matrices, others = 0, 0
-    for block in blocks_of(config, architecture):
-        elements = most_rows(block.rows, block.unit, ranks) * block.columns
-        if block.matrix:
-            matrices += elements
-        else:
-            others += elements
+    blocks = blocks_of(config, architecture, ranks)
+    matrices, others = (
+        sum(block.first * block.columns for block in blocks if block.matrix == matrix) for matrix in (True, False)
+    )
     return Share(matrices, others)
 
 
-def blocks_of(config: Config, architecture: Architecture) -> tuple[Block, ...]:
+def blocks_of(config: Config, architecture: Architecture, ranks: int) -> tuple[Block, ...]:
     """Blocks of a model, in the order in which a run gathers them."""
-    return _blocks(scheme_of(config.quant), tuple(config.quant.ignore), architecture)
+    return _blocks(scheme_of(config.quant), tuple(config.quant.ignore), architecture, ranks)
 
 
 @functools.lru_cache(maxsize=1)  # a mixture has tens of thousands of masters, and deciding sizes takes many estimates
-def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture) -> tuple[Block, ...]:
-    ignored = list(ignore)
-    inner, shapes = {f"{name}.weight" for name, _, _ in architecture.linears()}, dict(architecture.tensors())
+def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture, ranks: int) -> tuple[Block, ...]:
+    inner = {f"{name}.weight" for name, _, _ in architecture.linears()}
 
     def of(name: str) -> Scheme | None:
-        quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), ignored)
+        quantized = name in inner and scheme.quantized and not is_ignored(name.removesuffix(".weight"), list(ignore))
         return scheme if quantized else None
 
-    stack_of = {stack[0]: stack for stack in stacked_experts(shapes, of)}
-    inside = {name for stack in stack_of.values() for name in stack[1:]}
+    plan = plan_of(dict(architecture.tensors()), of, ranks)
     blocks = []
-    for name, shape in shapes.items():
-        if name in inside:
-            continue
-        stack = stack_of.get(name, [name])
-        rows, unit = sum(shapes[one][0] for one in stack), row_unit(of(name)) if len(shape) > 1 else VECTOR
-        blocks.append(Block(rows, math.prod(shape[1:]), unit, of(name), len(stack) > 1, name in inner))
+    for names in plan.blocks:
+        rows, *columns = plan.block_shape(names)
+        first = len(plan.block_cut(names)[0])
+        blocks.append(Block(rows, first, math.prod(columns), of(names[0]), len(names) > 1, names[0] in inner))
     return tuple(blocks)
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 
 import torch
-from qarl_formats.scheme import Scheme
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -13,7 +12,7 @@ from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.distributed.exchange import Exchange
 from qarl.distributed.ranks import Ranks
-from qarl.distributed.rows import RowPlan, row_unit, stacked_experts
+from qarl.distributed.rows import RowPlan, plan_of
 from qarl.policy.device import DTYPES, use_kernels
 from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.load_rows import load_rows
@@ -23,20 +22,6 @@ from qarl.policy.source import locate
 from qarl.training.optim import round_masters
 from qarl.training.row_updates import RowUpdates, rounded_values
 from qarl.weight_sync.codes import gather_codes
-
-VECTOR = 64  # elements; vectors are assigned whole, because kernels may round the tail of a vectorized loop differently
-
-
-def plan_of(shapes: Mapping[str, Sequence[int]], of: Callable[[str], Scheme | None], count: int) -> RowPlan:
-    """Assign rows of each master weight to ranks.
-
-    Args:
-        shapes: Shape per master weight.
-        of: Returns the scheme that quantizes a parameter, or None.
-        count: Number of ranks.
-    """
-    stacks = stacked_experts(shapes, of)
-    return RowPlan(shapes, lambda name: row_unit(of(name)) if len(shapes[name]) > 1 else VECTOR, count, stacks)
 
 
 def build_rows(

@@ -18,7 +18,7 @@ from qarl.config import Config
 from qarl.config.deepspeed import deepspeed_keys
 from qarl.distributed.exchange import SingleProcessExchange
 from qarl.distributed.ranks import Ranks, SingleProcess
-from qarl.distributed.rows import Block, RowPlan
+from qarl.distributed.rows import Block, RowPlan, plan_of
 from qarl.policy.device import DTYPES
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.load_rows import in_turn, load_rows
@@ -27,7 +27,7 @@ from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
 from qarl.training.loss_scale import LossScale
 from qarl.training.optim import round_masters
-from qarl.training.row_setup import plan_of, policy_of_rows
+from qarl.training.row_setup import policy_of_rows
 from qarl.training.row_sums import Rounds
 from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates

@@ -9,11 +9,10 @@ from estimates import TINY, config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
-from qarl.distributed.rows import RowPlan, most_rows, row_unit
+from qarl.distributed.rows import VECTOR, RowPlan, plan_of, row_unit
 from qarl.memory import estimate as memory
-from qarl.memory.ranks import VECTOR, row_share, zero_elements
+from qarl.memory.ranks import row_share, zero_elements
 from qarl.memory.sizes import decide_sizes
-from qarl.training.row_setup import plan_of
 from qarl.utils.expert_names import EXPERT_NAMES
 
 LAYER = 64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64
@@ -37,7 +36,7 @@ def test_the_first_rank_holds_the_rows_of_its_plan(ranks, quant):
     units = {n: VECTOR if len(shape) == 1 else row_unit(scheme if n in inner else None) for n, shape in shapes.items()}
     plan = RowPlan(shapes, units.__getitem__, ranks)
     rows = {name: [len(some) for some in plan.cut(name)] for name in shapes}
-    assert all(most_rows(shapes[name][0], units[name], ranks) == max(rows[name]) == rows[name][0] for name in shapes)
+    assert all(max(rows[name]) == rows[name][0] for name in shapes)
     share = row_share(own, TINY, ranks)
     held = {name: rows[name][0] * (shape[1] if len(shape) == 2 else 1) for name, shape in shapes.items()}
     assert share.matrices == sum(size for name, size in held.items() if name in inner)

@@ -19,12 +19,13 @@ from torch import Tensor
 from qarl.config import Config
 from qarl.distributed.exchange import Exchange, GroupExchange, SingleProcessExchange
 from qarl.distributed.ranks import Ranks
+from qarl.distributed.rows import plan_of
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
 from qarl.training.optim import build_optimizer, clip_grads
-from qarl.training.row_setup import build_rows, plan_of
+from qarl.training.row_setup import build_rows
 from qarl.training.row_updates import RowUpdates, joint_norm
 from qarl.training.setup import build_policy
 

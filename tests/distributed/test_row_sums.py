@@ -10,10 +10,10 @@ from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
 from qarl.distributed.exchange import Pending, SingleProcessExchange
+from qarl.distributed.rows import plan_of
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import drop_values
-from qarl.training.row_setup import plan_of
 from qarl.training.row_sums import RowSums, backward_order
 
 ON_GPU = torch.cuda.is_available()
