@@ -9,7 +9,7 @@ bound. Log-probs are natural logarithms at temperature 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle, islice
 
@@ -42,39 +42,61 @@ def difference(sampler: Sequence[float], policy: Sequence[float]) -> Difference:
     return Difference(sum(apart) / len(apart), max(apart))
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Largest mean difference allowed after a publish, in nats.
+class CanaryCheck:
+    """Compares the canary's log-probs of sampler and policy after every publish. The first comparison sets the bound.
 
-    The maximum is not bounded because its tail is long: 0.66 was seen after 57 healthy steps that began at 0.16.
+    Only the mean is bounded, because the maximum has a long tail: 0.66 was seen after 57 healthy steps that began at
+    0.16.
+
+    Args:
+        exact: The sampler promises bit-identical log-probs. If the first ones are, all later ones must be.
+        say: Called with one line for the user if a promise of equal bits is not kept.
+
+    Attributes:
+        bound: Largest mean difference allowed, in nats; None before the first comparison.
     """
 
-    mean: float
+    def __init__(self, exact: bool, say: Callable[[str], None]) -> None:
+        self._exact, self._say = exact, say
+        self.bound: float | None = None
 
-    @classmethod
-    def of(cls, first: Difference, exact: bool = False) -> Bound:
-        """Return the bound that the first load sets. exact: if it was bit-identical, all later ones must be.
+    def compare(self, version: int, sampler: Sequence[Sequence[float]], policy: Sequence[float]) -> dict[str, float]:
+        """Compare the log-probs at a policy version, and return the metrics.
 
-        Raises PublishError if the sampler computes another model.
+        Args:
+            version: Policy version.
+            sampler: The sampler's log-probs per token sequence, in nats.
+            policy: Those of the policy's own forward, sequence after sequence.
+
+        Raises:
+            PublishError: The sampler computes another model, or not with the weights that it was sent.
         """
+        found = difference(list(chain.from_iterable(sampler)), policy)
+        if self.bound is None:
+            self.bound = self._first_bound(found)
+        elif found.mean > self.bound:
+            raise PublishError(
+                f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
+                f"where the first load allows a mean of {self.bound:.4f}: it does not compute with the "
+                "weights that it was sent"
+            )
+        return {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
+
+    def _first_bound(self, first: Difference) -> float:
         if first.mean > BROKEN:
             raise PublishError(
                 f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
                 "does not run this model and scheme right; use rollout.numerics=exact, or another "
                 "scheme"
             )
-        if exact and first.max == 0.0:
-            return cls(0.0)
-        return cls(min(BROKEN, max(FLOOR, FACTOR * first.mean)))
-
-    def check(self, version: int, found: Difference) -> None:
-        """Raise PublishError if the mean exceeds the bound."""
-        if found.mean > self.mean:
-            raise PublishError(
-                f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
-                f"where the first load allows a mean of {self.mean:.4f}: it does not compute with the "
-                "weights that it was sent"
+        if self._exact and first.max == 0.0:
+            return 0.0
+        if self._exact:
+            self._say(
+                f"rollout: the canary's log-probs differ by {first} between sampler and learner, and should be "
+                "bit-identical; run qarl verify-exact to find out where they differ"
             )
+        return min(BROKEN, max(FLOOR, FACTOR * first.mean))
 
 
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:

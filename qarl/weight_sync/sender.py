@@ -7,14 +7,13 @@ A sampler starts from a checkpoint of a snapshot (`prepare`, `accept`) and gets 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from qarl.weight_sync.canary import Bound, Difference, difference
+from qarl.weight_sync.canary import CanaryCheck
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.fingerprints import PublishError
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
@@ -89,17 +88,16 @@ class WeightSender:
         exact: bool = False,
     ) -> None:
         self.layout, self.tokenizer, self.scorer, self.canary, self.say = layout, tokenizer, scorer, canary, say
-        self._exact = exact
+        self._check = CanaryCheck(exact, say)
         self.holds = False
         self.metrics: dict[str, float] = {}
         self._previous: tuple[Mapping[str, Tensor], Prints] | None = None  # what the next delta is relative to
-        self._bound: Bound | None = None
         self._scored: list[float] = []  # the canary, scored by `prepare`
 
     @property
     def started(self) -> bool:
         """Whether a sampler ever held a version."""
-        return self._bound is not None
+        return self._check.bound is not None
 
     def prepare(self, directory: Path, snapshot: Snapshot) -> None:
         """Write the checkpoint that a sampler will start from to a new directory, and score the canary.
@@ -114,21 +112,10 @@ class WeightSender:
 
         mode: of the next update. Raises PublishError if the sampler computes something else.
         """
-        scored = connection.call("score", self.canary, _ignore)
-        found = difference(list(chain.from_iterable(scored)), self._scored)
-        bound = Bound.of(found, self._exact)
-        if self._bound is None:
-            self._bound = bound
-            if self._exact and found.max:
-                self.say(
-                    f"rollout.numerics: the canary's log-probs differ by {found}, and should be bit-identical to the "
-                    "policy's; run qarl verify-exact to find out where they differ"
-                )
-            for note in connection.capabilities["notes"]:
-                self.say(note)
-        else:
-            self._bound.check(snapshot.version, found)
-        self._measure(connection, found)
+        scored, first = connection.call("score", self.canary, _ignore), not self.started
+        self._compare(connection, snapshot, scored, self._scored)
+        for note in connection.capabilities["notes"] if first else ():
+            self.say(note)
         self._keep(snapshot, mode)
 
     def send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
@@ -154,20 +141,24 @@ class WeightSender:
         self._previous = (snapshot.published, snapshot.fingerprints) if mode == "delta" else None
 
     def _send(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
-        assert self._bound is not None, "an update before the first load"
+        assert self.started, "an update before the first load"
         previous = self._previous
         self.forget()
         tensors = snapshot.published
         if mode == "delta" and previous is not None:
             tensors = delta(tensors, snapshot.fingerprints, *previous)
-        found = self._transfer(connection, tensors, snapshot)
-        self._bound.check(snapshot.version, found)
+        self._compare(connection, snapshot, *self._transfer(connection, tensors, snapshot))
         sent, whole = (sum(t.nbytes for t in group.values()) for group in (tensors, snapshot.published))
-        self._measure(connection, found)
         self.metrics |= {"publish/sent_mib": sent / 2**20, "publish/sent_frac": sent / whole}
 
-    def _transfer(self, connection: Connection, tensors: Mapping[str, Tensor], snapshot: Snapshot) -> Difference:
-        """Send tensors, and score the canary on both sides: on this side while the sampler loads."""
+    def _transfer(
+        self, connection: Connection, tensors: Mapping[str, Tensor], snapshot: Snapshot
+    ) -> tuple[Any, list[float]]:
+        """Send tensors, and score the canary on both sides: on this side while the sampler loads.
+
+        Returns:
+            The sampler's log-probs per sequence, and those of this side.
+        """
         transports = connection.transports
         payloads: list[Any] = [transport.pack(tensors) for transport in transports] or [list(tensors.items())]
         try:
@@ -175,7 +166,7 @@ class WeightSender:
             expected = self.scorer.score(self.canary).tolist()
             seconds, scored = connection.finish(_ignore)
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
-            return difference(list(chain.from_iterable(scored)), expected)
+            return scored, expected
         except SamplerFault:
             transports = ()  # closing that sampler frees its unreleased transports
             raise
@@ -183,12 +174,9 @@ class WeightSender:
             for transport in transports:
                 transport.release()
 
-    def _measure(self, connection: Connection, found: Difference) -> None:
-        self.metrics |= {
-            "publish/canary_abs_mean": found.mean,
-            "publish/canary_abs_max": found.max,
-            "publish/proved_frac": connection.capabilities["proved_frac"],
-        }
+    def _compare(self, connection: Connection, snapshot: Snapshot, scored: Any, expected: list[float]) -> None:
+        self.metrics |= self._check.compare(snapshot.version, scored, expected)
+        self.metrics["publish/proved_frac"] = connection.capabilities["proved_frac"]
 
 
 def _ignore(responses: int, tokens: int) -> None:

@@ -108,8 +108,8 @@ def test_an_exact_sampler_with_other_bits_is_reported_once(case) -> None:
     case.learn(1)
     case.publish()
     (line,) = case.said
-    assert line.startswith("rollout.numerics: the canary's log-probs differ by mean 0.")
-    assert line.endswith("should be bit-identical to the policy's; run qarl verify-exact to find out where they differ")
+    assert line.startswith("rollout: the canary's log-probs differ by mean 0.")
+    assert line.endswith("should be bit-identical; run qarl verify-exact to find out where they differ")
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,22 @@ import math
 
 import pytest
 
-from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, Bound, Difference, canary_of, difference
+from qarl.weight_sync.canary import BROKEN, FACTOR, FLOOR, TOKENS, CanaryCheck, Difference, canary_of, difference
 from qarl.weight_sync.fingerprints import PublishError
 
 LONG = list(range(3, 203))
+
+
+def checked(*gaps: float, exact: bool = False, said: list[str] | None = None) -> CanaryCheck:
+    """Compare two tokens per publish, one of which differs by twice the gap."""
+    check = CanaryCheck(exact, [].append if said is None else said.append)
+    for version, gap in enumerate(gaps):
+        found = check.compare(version, [[-1.0], [-1.0 - 2 * gap]], [-1.0, -1.0])
+        assert found == {
+            "publish/canary_abs_mean": pytest.approx(gap),
+            "publish/canary_abs_max": pytest.approx(2 * gap),
+        }
+    return check
 
 
 def test_difference_is_the_mean_and_the_largest_gap() -> None:
@@ -18,10 +30,10 @@ def test_difference_is_the_mean_and_the_largest_gap() -> None:
 
 @pytest.mark.parametrize("pair", [([-1.0, math.nan], [-1.0, -2.0]), ([-1.0, -2.0], [-1.0, -math.inf])])
 def test_a_value_that_is_not_finite_exceeds_every_bound(pair) -> None:
-    found = difference(*pair)
-    assert found == Difference(math.inf, math.inf)
+    assert difference(*pair) == Difference(math.inf, math.inf)
+    check = checked(0.1)
     with pytest.raises(PublishError):
-        Bound(1e9).check(3, found)
+        check.compare(3, [pair[0]], pair[1])
 
 
 def test_sequences_of_different_lengths_are_a_fault_of_qarl() -> None:
@@ -35,31 +47,28 @@ def test_sequences_of_different_lengths_are_a_fault_of_qarl() -> None:
     ids=["multiple", "floor", "no more than a first load may differ by"],
 )
 def test_the_bound_follows_from_the_first_loads_difference(first, bound) -> None:
-    assert Bound.of(Difference(first, 3.0)) == Bound(bound)
+    assert checked(first).bound == pytest.approx(bound)
 
 
 def test_an_exact_sampler_that_agreed_to_the_bit_must_continue_to():
-    bound = Bound.of(Difference(0.0, 0.0), exact=True)
-    bound.check(1, Difference(0.0, 0.0))
     with pytest.raises(PublishError, match=r"version 2.*mean 0\.0000, max 0\.0001"):
-        bound.check(2, Difference(1e-6, 1e-4))
-    assert Bound.of(Difference(1e-6, 1e-4), exact=True) == Bound(FLOOR)
+        checked(0.0, 0.0, 5e-5, exact=True)
+    said: list[str] = []
+    assert checked(1e-6, exact=True, said=said).bound == FLOOR and "verify-exact" in said[0]
 
 
-@pytest.mark.parametrize("first", [Difference(2.1, 3.0), Difference(math.inf, math.inf)])
+@pytest.mark.parametrize("first", [2.1, math.inf])
 def test_a_first_load_that_computes_something_else_is_refused(first) -> None:
     with pytest.raises(PublishError, match=r"initial policy are off by .*rollout\.numerics=exact"):
-        Bound.of(first)
+        checked(first)
 
 
 def test_a_publish_beyond_the_bound_of_the_mean_is_refused_in_one_line() -> None:
-    found = Difference(0.26, 0.3)
     with pytest.raises(PublishError) as refused:
-        Bound(FLOOR).check(7, found)
+        checked(0.0, FLOOR, 0.26)
     text = str(refused.value)
-    assert text.startswith(f"publish of version 7: vLLM's log-probs on the canary are off by {found}")
+    assert text.startswith("publish of version 2: vLLM's log-probs on the canary are off by mean 0.2600, max 0.5200")
     assert "first load allows a mean of 0.2500" in text and "\n" not in text
-    Bound(FLOOR).check(7, Difference(FLOOR, 5.0))
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.vllm.launch import LOG, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import SamplerError, log_hint, next_restart, start_error
 from qarl.rollout.vllm.settings import AsyncSettings
-from qarl.weight_sync.canary import Bound, difference
+from qarl.weight_sync.canary import CanaryCheck
 from qarl.weight_sync.checkpoint import write_snapshot_checkpoint
 from qarl.weight_sync.sender import SamplerFault
 from qarl.weight_sync.snapshot import Snapshot
@@ -120,7 +120,7 @@ class SamplerConnection:
         self.metrics: dict[str, float] = {}
         self._config, self._policy, self._tokenizer = config, policy, tokenizer
         self._queue, self._canary, self._directory, self._say = queue, canary, directory, say
-        self._bound: Bound | None = None
+        self._canary_check = CanaryCheck(config.rollout.exact, say)
         self._serves = False  # whether `process` takes orders; False while a process is being started
         self._orders: deque[tuple[Published | Added, WeightUpdate | None]] = deque()  # not sent yet
         self._unanswered: Published | None = None  # the publish that the sampler has not answered
@@ -277,19 +277,8 @@ class SamplerConnection:
         assert published is not None and published.version == version, "answers come in order"
         self.metrics["publish/pause_s"] = pause_s
         self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
-        if not published.scores:
-            return
-        found = difference([x for own in scores for x in own], [x for own in published.scores for x in own])
-        self.metrics |= {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
-        if self._bound is None:
-            exact = self._config.rollout.exact
-            self._bound = Bound.of(found, exact)
-            if exact and found.max:
-                self._say(
-                    f"rollout.async: the canary's log-probs differ by {found} between sampler and learner, and should "
-                    "be bit-identical; run qarl verify-exact to find out where they differ"
-                )
-        self._bound.check(version, found)
+        if published.scores:
+            self.metrics |= self._canary_check.compare(version, scores, published.scores)
 
     def _restart(self, fault: SamplerFault) -> None:
         """Start another process and repeat the orders whose responses are missing.

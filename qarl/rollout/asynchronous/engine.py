@@ -163,7 +163,7 @@ class AsyncEngine:
         if snapshot.version not in self._published:
             self._published = [*self._published, snapshot.version][-2 * (self.settings.max_staleness + 2) :]
         if self._sends(snapshot.version):
-            scores = [self.policy.sampler.score([tokens]).tolist() for tokens in self._canary]
+            scores = self.policy.sampler.score(self._canary).tolist()
             with self._queue.changed:
                 self._connection.publish(Published(snapshot.version, scores), snapshot)
         if not self._connection.started:

@@ -117,7 +117,7 @@ class Published:
     """A publish in the sampler's sequence of orders. scores: the canary's log-probs, computed by the learner."""
 
     version: int
-    scores: list[list[float]]
+    scores: list[float]
 
 
 @dataclass(frozen=True)
