@@ -46,7 +46,7 @@ class RunPolicy:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(target.model)
         model = load_model(target.model, config.quant)
         self.policy: Policy = build_policy(config, model, pick_device(device), context_of(target))
-        self.policy.set_recompute(config.train.recompute)
+        self.policy.decoder.recompute = config.train.recompute
         sampling = build_sampling(config, self.policy, self.tokenizer)
         self.truncation: Truncation = sampling.truncation
         self.stop_token_ids = sampling.stop_token_ids

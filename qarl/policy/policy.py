@@ -23,7 +23,6 @@ from qarl.policy.kept import KeptVersions
 from qarl.policy.linear import WeightSet, sum_of
 from qarl.policy.modules import check_family, check_norms
 from qarl.policy.routes import NO_ROUTES, ExpertLayer, Routes
-from qarl.policy.run import Recompute
 from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.teacher import Comparison
@@ -138,10 +137,6 @@ class Policy:
     def experts(self) -> list[ExpertLayer]:
         """Return the mixtures of experts by layer; empty if there are none."""
         return [layer.experts for layer in self.decoder.layers if layer.experts is not None]
-
-    def at(self, version: int) -> bool:
-        """Whether the current parameters are those of policy version `version`."""
-        return self.version == version
 
     # --- masters and snapshots ---------------------------------------------------------------------------------
 
@@ -310,7 +305,3 @@ class Policy:
         """`logprobs` of a weight set, such as `shadow` or `reference`: (T,), without gradient."""
         how = truncation, chunk, None, routes, weights, written
         return self.logprobs(prompts, responses, *how)[0]
-
-    def set_recompute(self, recompute: Recompute) -> None:
-        """Set what the backward recomputes instead of keeping, see `Decoder`."""
-        self.decoder.recompute = recompute

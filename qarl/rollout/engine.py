@@ -1,9 +1,10 @@
-"""The protocol of a rollout engine, and checks and seeds that all engines share."""
+"""The base class of rollout engines, and checks and seeds that all engines share."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -55,19 +56,23 @@ class Generates(Protocol):
         ...
 
 
-class RolloutEngine(Generates, Protocol):
-    """Samples responses from the policy version that was published last."""
+Samples = tuple[Prompt, range]  # a prompt and the numbers of its samples
 
-    version: int | None  # policy version of its weights; None before the first publish
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last publish and sleep, by name."""
-        ...
+class RolloutEngine(Generates):
+    """Samples responses from the policy version that was published last.
 
+    Attributes:
+        version: Policy version of its weights; None before the first publish.
+        metrics: Metrics of the last publish and sleep, by name.
+    """
+
+    version: int | None = None
+    metrics: dict[str, float]
+
+    @abstractmethod
     def publish(self, snapshot: Snapshot) -> None:
         """Install the snapshot's tensors and verify them. Raises PublishError if they differ."""
-        ...
 
     def generate(
         self,
@@ -90,23 +95,32 @@ class RolloutEngine(Generates, Protocol):
             PublishError: The engine does not have `version`.
             UserError: A prompt does not fit the context or the KV cache.
         """
-        ...
+        require_version(self.version, version)
+        if not prompts:
+            return []
+        starts = zip(prompts, first or first_samples(prompts, sampling.n), strict=True)
+        samples = [(prompt, range(start, start + sampling.n)) for prompt, start in starts]
+        return self.sample(samples, sampling, version, progress)
+
+    @abstractmethod
+    def sample(
+        self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
+    ) -> list[Rollout]:
+        """See `generate`, which checks the version and numbers the samples of one or more prompts."""
 
     def sleep(self) -> None:
-        """Free the memory that only generation needs."""
-        ...
+        """Free the memory that only generation needs. Does nothing by default."""
 
     def wake(self) -> None:
-        """Start to allocate that memory again if it fits beside the learner's next update.
+        """Start to allocate that memory again if it fits beside the learner's next update. Does nothing by default.
 
         Otherwise the next publish allocates it. May be called repeatedly. This is a collective if a sampler spans the
         GPUs of several ranks.
         """
-        ...
 
+    @abstractmethod
     def close(self) -> None:
         """Free all memory and end all processes. The engine cannot be used afterwards."""
-        ...
 
 
 def first_samples(prompts: Sequence[Prompt], n: int) -> list[int]:

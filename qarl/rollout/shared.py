@@ -17,7 +17,7 @@ from qarl.config.rollout import RolloutConfig
 from qarl.distributed.ranks import Ranks
 from qarl.distributed.together import together
 from qarl.policy.sampler import Sampler
-from qarl.rollout.engine import Progress, RolloutEngine, SamplingParams, first_samples, ignore_progress, require_version
+from qarl.rollout.engine import Progress, RolloutEngine, Samples, SamplingParams, first_samples, ignore_progress
 from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
@@ -53,8 +53,8 @@ def generate_share(
     return engine.generate([prompts[i] for i in own], sampling, version, progress, [first[i] for i in own])
 
 
-class NoSampler:
-    """The engine of a rank without a sampler; implements `RolloutEngine`.
+class NoSampler(RolloutEngine):
+    """The engine of a rank without a sampler.
 
     Installs published snapshots into the policy's own sampling forward, so that no older version stays in memory, and
     takes part in the `headroom` collective of samplers that wake on its GPU.
@@ -62,27 +62,16 @@ class NoSampler:
 
     def __init__(self, sampler: Sampler, headroom: Headroom | None = None) -> None:
         self._sampler, self._headroom = sampler, headroom
-        self.version: int | None = None
-        self.metrics: dict[str, float] = {}
+        self.metrics = {}
 
     def publish(self, snapshot: Snapshot) -> None:
         self._sampler.install(snapshot)
         self.version = snapshot.version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
+    def sample(
+        self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
     ) -> list[Rollout]:
-        require_version(self.version, version)
-        assert not prompts, "a rank without a sampler has no prompts"
-        return []
-
-    def sleep(self) -> None:
-        return
+        raise AssertionError("a rank without a sampler has no prompts")
 
     def wake(self) -> None:
         if self._headroom is not None:

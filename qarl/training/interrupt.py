@@ -70,11 +70,6 @@ class InterruptGuard:
         if signum is not None:
             raise Interrupted(signum)
 
-    def check_if_single_process(self) -> None:
-        """Call `check` in a single-process run. With several ranks do nothing: other ranks may not reach this point."""
-        if self.ranks.count == 1:
-            self.check()
-
 
 class SafePoints(Observer):
     """Checks for signals at the points of a step where only the position in the data has changed.
@@ -97,8 +92,8 @@ class SafePoints(Observer):
         self._guard.check()
 
     def progress(self, responses: int) -> None:
-        if not self._updated:
-            self._guard.check_if_single_process()
+        if not self._updated and self._guard.ranks.count == 1:  # other ranks may not reach this point
+            self._guard.check()
 
     def minibatch(self, minibatch: Part) -> None:
         if not self._updated:

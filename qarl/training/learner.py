@@ -228,7 +228,7 @@ class Learner:
 
     def at_snapshot(self, batch: Batch) -> bool:
         """Return whether the weights are still those at the beginning of the step."""
-        return self.policy.at(batch.version)
+        return self.policy.version == batch.version
 
     def shadow(self, part: Part, logp: Tensor) -> Tensor:
         """Return log-probs in the sampler's arithmetic at the current weights, (T,); for an aligned learner `logp`."""

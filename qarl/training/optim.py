@@ -44,9 +44,6 @@ class Optimizer:
         parts: Name -> (torch optimizer, names of its parameters in the order of its groups).
         master_dtype: dtype to which parameters are rounded after every step. They stay stored in float32, which means
             no rounding.
-
-    Attributes:
-        begun: Number of steps begun, finished or not. If it grew before an exception, parameters may have changed.
     """
 
     def __init__(
@@ -57,11 +54,9 @@ class Optimizer:
     ) -> None:
         self.kind, self.master_dtype = kind, master_dtype
         self._parts = parts
-        self.begun = 0
 
     def step(self) -> None:
         """Update all parameters and round them to `master_dtype`."""
-        self.begun += 1
         for part, _ in self._parts.values():
             part.step()
             if not (isinstance(part, Offloaded) and part.values):  # offloaded masters are rounded on the GPU, in `step`

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qarl.inputs.files import read_lines
 from qarl.inputs.json import strict
-from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
+from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory, write_together
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import METRICS, Metrics, parse_record
 from qarl.storage.tensorfile import safetensors_chunks, write_file
@@ -104,34 +104,25 @@ class Recorder:
         """Return whether `logging.rollouts_every` selects this step."""
         return step % self._rollouts_every == 0
 
-    def rollouts(self, step: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None = None) -> Path:
+    def rollouts(self, step: int, rows: list[dict[str, Any]], tensors: dict[str, Tensor] | None = None) -> None:
         """Write rollouts/NNNNNN.jsonl atomically.
 
         Args:
             step: Step number.
             rows: JSON values; the first `logging.samples` are written (0: all).
             tensors: Written to rollouts/NNNNNN.safetensors, unless `logging.rollout_tensors` is false.
-
-        Returns:
-            Path of the JSON file.
         """
         path = self.rollouts_directory / f"{step_name(step)}.jsonl"
         kept = rows[: self._samples] if self._samples else rows
         text = "".join(json.dumps(strict({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
-        with disk_errors(path, len(text)):
-            atomic_write_text(path, text)
+        write_together({path: text.encode()}, "train.run_dir")
         if tensors is not None and self._tensors:
             self._write_tensors(path.with_suffix(".safetensors"), tensors)
-        return path
 
-    def diagnostics(self, step: int, record: dict[str, Any]) -> Path:
-        """Write diagnostics/NNNNNN.json atomically and return its path."""
-        path = self.diagnostics_directory / f"{step_name(step)}.json"
+    def diagnostics(self, step: int, record: dict[str, Any]) -> None:
+        """Write diagnostics/NNNNNN.json atomically."""
         text = json.dumps(strict(record), allow_nan=False) + "\n"
-        with disk_errors(path, len(text)):
-            path.parent.mkdir(exist_ok=True)
-            atomic_write_text(path, text)
-        return path
+        write_together({self.diagnostics_directory / f"{step_name(step)}.json": text.encode()}, "train.run_dir")
 
     def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
@@ -145,21 +136,16 @@ class Recorder:
                 raise
             fsync_directory(path.parent)
 
-    def truncate(self, step: int) -> int:
+    def truncate(self, step: int) -> None:
         """Remove everything after `step`, from which the run resumes.
 
         A line truncated by a kill is removed too. Kept lines are unchanged.
-
-        Returns:
-            Number of removed lines of metrics.jsonl.
         """
-        dropped = 0
         with disk_errors(self.metrics_path):
             lines = [line for _, line in read_lines(self.metrics_path)]
             kept = [line for line in lines if (r := parse_record(line, Metrics)) is not None and r["step"] <= step]
-            dropped = len(lines) - len(kept)
             torn = bool(kept) and not kept[-1].endswith(b"\n")  # only its newline is missing
-            if dropped or torn:
+            if len(kept) < len(lines) or torn:
                 self._file.close()
                 atomic_write_text(self.metrics_path, b"".join(kept).decode() + "\n" * torn)
                 self._file = open(self.metrics_path, "ab", buffering=0)  # noqa: SIM115 - closed by close
@@ -168,7 +154,6 @@ class Recorder:
                 remove_later(folder, suffix, step)
         self.step = step
         self._track(lambda tracker: tracker.truncate(step))
-        return dropped
 
     def close(self) -> None:
         self._track(lambda tracker: tracker.close())
@@ -206,9 +191,8 @@ class NoRecords(Recorder):
     def track(self, step: int, metrics: Mapping[str, float | None]) -> None:
         pass
 
-    def truncate(self, step: int) -> int:
+    def truncate(self, step: int) -> None:
         self.step = step
-        return 0
 
     def close(self) -> None:
         pass

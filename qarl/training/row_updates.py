@@ -70,10 +70,6 @@ class RowUpdates(Updates):
         self.optimizer = build_optimizer(self._own_shards.items(), config.optim, muon)
         self.kind = self.optimizer.kind
 
-    @property
-    def begun(self) -> int:
-        return self.optimizer.begun
-
     def clear(self) -> None:
         self._sums.take()
         self._drop_gradients()
@@ -96,6 +92,7 @@ class RowUpdates(Updates):
         self.optimizer.set_lr(factor)
 
     def step(self, norm: float) -> None:
+        self.begun += 1
         clip_grads(self._own_shards.values(), norm, self.config.optim.max_grad_norm)
         self.optimizer.step()
         self._drop_gradients()

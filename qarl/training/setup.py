@@ -157,7 +157,7 @@ def build_run(
         poll()
         if line := together(ranks, lambda: compare_start(config, policy.current) if ranks.first else None):
             console.message(line)
-        policy.set_recompute(config.train.recompute)
+        policy.decoder.recompute = config.train.recompute
         sampling = build_sampling(config, policy, data.tokenizer)
         warn = console.warn if ranks.first else partial(_warn, ranks.rank)
         source: AsyncEngine | LocalEngine | None = None

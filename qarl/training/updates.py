@@ -22,15 +22,16 @@ class Updates(ABC):
     """Optimizer engine: gradients, optimizer and master weights of the policy.
 
     With several ranks `backward`, `norm`, `step`, `pieces` and `load` are collectives.
+
+    Attributes:
+        kind: `optim.name`.
+        scale: Factor of the loss.
+        begun: Number of optimizer steps begun, finished or not. If it grew before an error, weights may have changed.
     """
 
-    kind: str  # `optim.name`
+    kind: str
     scale: LossScale
-
-    @property
-    @abstractmethod
-    def begun(self) -> int:
-        """Number of optimizer steps begun, finished or not. If it grew before an error, weights may have changed."""
+    begun = 0
 
     @abstractmethod
     def clear(self) -> None:
@@ -84,10 +85,6 @@ class LocalUpdates(Updates):
         self._masters = [parameter for _, parameter in policy.named_parameters()]
         self.gradients, self.scale = GradientAccumulator(self._masters), LossScale.of(config)
 
-    @property
-    def begun(self) -> int:
-        return self.optimizer.begun
-
     def clear(self) -> None:
         self.gradients.clear()
         self.optimizer.zero_grad()
@@ -104,6 +101,7 @@ class LocalUpdates(Updates):
         self.optimizer.set_lr(factor)
 
     def step(self, norm: float) -> None:
+        self.begun += 1
         clip_grads(self._masters, norm, self.config.optim.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad()  # before publishing, so that the next version reuses their memory

@@ -90,12 +90,8 @@ class ZeroUpdates(Updates):
         self._masters = list(named.items())
         self._sums = GradientAccumulator(named.values())
         self._rounds = _Rounds(policy, self.stage) if self.stage.each_round else None
-        self._begun, self._any = 0, False
+        self._any = False
         self._gradients: list[Tensor] = []
-
-    @property
-    def begun(self) -> int:
-        return self._begun
 
     def clear(self) -> None:
         self._sums.clear()
@@ -133,7 +129,7 @@ class ZeroUpdates(Updates):
 
     @torch.no_grad()
     def step(self, norm: float) -> None:
-        self._begun += 1
+        self.begun += 1
         if self._any:
             most = self.config.optim.max_grad_norm
             if most > 0 and norm > most:

@@ -179,7 +179,8 @@ def twin(
     state, meta = optimizer.state_tensors()
     tensors = {f"masters/{name}": master.detach() for name, master in named.items()}
     tensors |= {f"optimizer/{name}": value for name, value in state.items()}
-    found = {"norms": norms, "digests": digests, "losses": losses, "state": meta["tensors"], "begun": optimizer.begun}
+    begun = sum(norm is not None for norm in norms)
+    found = {"norms": norms, "digests": digests, "losses": losses, "state": meta["tensors"], "begun": begun}
     return found, tensors
 
 

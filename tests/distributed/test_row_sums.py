@@ -66,7 +66,7 @@ def loss_of(policy: Policy) -> Tensor:
 def test_rounds_have_the_bits_of_summed_backwards(tiny_model, monkeypatch, family, recompute, fused) -> None:
     slow = fused and not ON_GPU  # the interpreter takes seconds for each forward
     policy = made(tiny_model(family, num_hidden_layers=1 if slow else 2), fused, monkeypatch)
-    policy.set_recompute(recompute)
+    policy.decoder.recompute = recompute
     named = dict(policy.named_parameters())
     expected: dict[str, Tensor] = {}
     for _ in range(1 if slow else 2):

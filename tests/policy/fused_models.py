@@ -83,7 +83,7 @@ def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES, routes: Route
 
 def backward(policy: Policy, recompute: Recompute = "elementwise", routes: Routes = NO_ROUTES) -> Tensor:
     """Adds a loss's gradients to the masters'. Returns the log-probs."""
-    policy.set_recompute(recompute)
+    policy.decoder.recompute = recompute
     logp = logprobs(policy, routes=routes)
     (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
     return logp.detach()

@@ -104,7 +104,7 @@ def test_every_side_of_a_page_boundary_is_right(tiny_model) -> None:
 def test_gradient_checkpointing_gives_equal_log_probs_and_gradients(tiny_model) -> None:
     policy = make_policy(tiny_model("qwen3"), "w4a16", torch.bfloat16, 32)
     plain, plain_gradients = logprobs(policy).detach(), gradients(policy)
-    policy.set_recompute("layer")
+    policy.decoder.recompute = "layer"
     assert torch.equal(logprobs(policy).detach(), plain)
     found = gradients(policy)
     assert all(torch.equal(found[name], plain_gradients[name]) for name in found)

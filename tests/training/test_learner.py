@@ -175,7 +175,7 @@ def test_gradient_checkpointing_changes_no_bit(llama):
     masters = []
     for on in (False, True):
         run = parts(llama)
-        run.policy.set_recompute("layer" if on else "elementwise")
+        run.policy.decoder.recompute = "layer" if on else "elementwise"
         run.learn(live(run))
         masters.append(run.masters())
     assert all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0])

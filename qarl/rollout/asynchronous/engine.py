@@ -51,11 +51,11 @@ from qarl.rollout.asynchronous.groups import (
 from qarl.rollout.asynchronous.process import AsyncProcess
 from qarl.rollout.engine import (
     Progress,
+    RolloutEngine,
+    Samples,
     SamplingParams,
     first_samples,
-    ignore_progress,
     longest_of,
-    require_version,
     round_seed,
 )
 from qarl.rollout.native.engine import NativeEngine
@@ -81,10 +81,10 @@ SAMPLED_WITH = (
 QUEUED_WITH = "max_staleness", "publish_every", "in_flight", "order", "oversample", "proximal"
 
 
-class AsyncEngine:
+class AsyncEngine(RolloutEngine):
     """The sampler's process, the groups in flight, and a native engine in the learner's process for evaluations.
 
-    Implements `RolloutEngine`. Each rank has its own sampler, which gets the rank's share of the prompts of each step.
+    Each rank has its own sampler, which gets the rank's share of the prompts of each step.
     Every rank lists the groups of all ranks in the same order, so that all ranks take the same groups. `take`, `finish`
     and `state` are collectives.
 
@@ -102,7 +102,6 @@ class AsyncEngine:
         ranks: The ranks of the run.
 
     Attributes:
-        version: Policy version that was published last.
         metrics: Metrics of the last publish and the last `take`, by name.
     """
 
@@ -123,7 +122,6 @@ class AsyncEngine:
         settings = config.rollout.asynchronous
         assert settings is not None, "the run samples asynchronously"
         self.config, self.settings, self.policy, self.sampling = config, settings, policy, sampling
-        self.version: int | None = None
         self._ranks = ranks
         self._stream, self._rewards = stream, rewards
         self._prompts = {prompt.id: prompt for prompt in prompts}
@@ -177,25 +175,16 @@ class AsyncEngine:
             return True
         return self._published.index(version) - self._published.index(last) >= self.settings.publish_every
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
+    def sample(
+        self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
     ) -> list[Rollout]:
         """Generate in the learner's process, for evaluations; the sampler's process continues with the next steps."""
-        require_version(self.version, version)
         if self._local.version != version:
             self._local.publish(self.policy.current)
-        return self._local.generate(prompts, sampling, version, progress, first)
+        return self._local.sample(samples, sampling, version, progress)
 
     def sleep(self) -> None:
         self._local.sleep()
-
-    def wake(self) -> None:
-        """Do nothing: the sampler never sleeps."""
 
     def close(self) -> None:
         self._queue.close()

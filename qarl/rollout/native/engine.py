@@ -21,12 +21,11 @@ from qarl.memory.sizes import sampler_sizes
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import (
     Progress,
+    RolloutEngine,
+    Samples,
     SamplingParams,
-    first_samples,
-    ignore_progress,
     longest_of,
     require_finite,
-    require_version,
 )
 from qarl.rollout.native.async_runner import AsyncRunner
 from qarl.rollout.native.pages import KVCache, PagePool
@@ -177,8 +176,8 @@ class Generation:
         return extended
 
 
-class NativeEngine:
-    """Continuous batching over a paged KV cache; implements `RolloutEngine`.
+class NativeEngine(RolloutEngine):
+    """Continuous batching over a paged KV cache.
 
     Attributes:
         preemptions: Number of times that a sequence lost its pages in the last `generate`.
@@ -192,9 +191,7 @@ class NativeEngine:
         graphs: bool = True,  # run decodes as CUDA graphs on a GPU
     ) -> None:
         self.sampler, self.tokenizer, self.config, self.graphs = sampler, tokenizer, config, graphs
-        self.version: int | None = None
-        self.preemptions = 0
-        self.metrics: dict[str, float] = {}
+        self.preemptions, self.metrics = 0, {}
         self._cache: KVCache | None = None
         self._runner: Runner | None = None
 
@@ -209,34 +206,23 @@ class NativeEngine:
         self._close_runner()
         self._cache = None
 
-    def wake(self) -> None:
-        """Do nothing: `generate` allocates the KV cache that it needs."""
-
     def close(self) -> None:
         self.sleep()
         self.version = None
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
+    def sample(
+        self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
     ) -> list[Rollout]:
-        require_version(self.version, version)
         if not self.sampler.current:
             raise PublishError(
                 f"rollout: the policy was requantized (version {self.sampler.newest}) after the sampler "
                 f"got version {version}; publish it first"
             )
-        if not prompts:
-            return []
-        longest = longest_of(prompts, sampling, self.sampler.layout.max_length)
-        generation = self.begin(sampling, version, longest, len(prompts) * sampling.n)
+        longest = longest_of([prompt for prompt, _ in samples], sampling, self.sampler.layout.max_length)
+        generation = self.begin(sampling, version, longest, len(samples) * sampling.n)
         responses: list[Response] = []
-        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
-            responses += generation.add(prompt, range(begin, begin + sampling.n), sampling.seed)
+        for prompt, numbers in samples:
+            responses += generation.add(prompt, numbers, sampling.seed)
         while generation.busy:
             generation.step()
             progress(generation.finished, generation.tokens)

@@ -20,20 +20,20 @@ from qarl.config import Config
 from qarl.policy.trace import Tracer
 from qarl.rollout.engine import (
     Progress,
+    RolloutEngine,
+    Samples,
     SamplingParams,
-    first_samples,
     ignore_progress,
     longest_of,
     request_seed,
     require_finite,
-    require_version,
 )
 from qarl.rollout.shared import Headroom, own_headroom
 from qarl.rollout.stopping import Stopping
 from qarl.rollout.vllm.launch import LOG, launch_sampler, routing_of, sampler_settings, temporary_checkpoint
 from qarl.rollout.vllm.process import Sampler, next_restart, start_error
 from qarl.rollout.vllm.settings import Request
-from qarl.types import Prompt, Rollout
+from qarl.types import Rollout
 from qarl.weight_sync.sender import SamplerFault, WeightSender
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
@@ -41,8 +41,8 @@ MARGIN = 2**30  # bytes of GPU memory to leave free, beyond the estimate, when v
 PROFILING_ERROR = "Error in memory profiling"  # an error message of vLLM's worker (0.24 to 0.32)
 
 
-class VLLMEngine:
-    """Runs a vLLM, started at the first publish; implements `RolloutEngine`.
+class VLLMEngine(RolloutEngine):
+    """Runs a vLLM, started at the first publish.
 
     Args:
         config: The run's configuration.
@@ -58,7 +58,6 @@ class VLLMEngine:
         headroom: Tests the free memory of all GPUs that vLLM uses. Default: the learner's GPU.
 
     Attributes:
-        version: See `RolloutEngine`.
         tracer: Records the operations of `generate`; only for a vLLM in this process with exact numerics.
         restarts: Number of restarts so far.
         phases: Seconds of each part of vLLM's last start.
@@ -86,18 +85,12 @@ class VLLMEngine:
         self._headroom, self._update_bytes = headroom or own_headroom(layout.device), update_bytes
         self._asleep = self._waking = False  # `_asleep` stays True while vLLM wakes
         self._freed = 0  # bytes of GPU memory that the last sleep freed
-        self.version: int | None = None
+        self.metrics = weights.metrics
         self.restarts = 0
         self.phases: dict[str, float] = {}
-        self._own_metrics: dict[str, float] = {}
         self._snapshot: Snapshot | None = None
         self._sampler: Sampler | None = None
         self._fault: SamplerFault | None = None
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Metrics of the last publish and sleep, by name."""
-        return self._own_metrics | self.weights.metrics
 
     # --- RolloutEngine -----------------------------------------------------------------------------------------
 
@@ -107,26 +100,16 @@ class VLLMEngine:
         self._with_restarts(lambda: self._publish(snapshot))
         self.version = snapshot.version
 
-    def generate(
-        self,
-        prompts: Sequence[Prompt],
-        sampling: SamplingParams,
-        version: int,
-        progress: Progress = ignore_progress,
-        first: Sequence[int] | None = None,
+    def sample(
+        self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
     ) -> list[Rollout]:
-        require_version(self.version, version)
-        if not prompts:
-            return []
-        longest_of(prompts, sampling, self.layout.max_length)  # raises if a prompt does not fit
-        order: list[tuple[Prompt, int]] = []
-        for prompt, begin in zip(prompts, first or first_samples(prompts, sampling.n), strict=True):
-            order += [(prompt, sample) for sample in range(begin, begin + sampling.n)]
+        longest_of([prompt for prompt, _ in samples], sampling, self.layout.max_length)  # raises if one does not fit
+        order = [(prompt, number) for prompt, numbers in samples for number in numbers]
         requests = [Request(p.token_ids, request_seed(sampling.seed, p.id, sample)) for p, sample in order]
         kind = routing_of(self.layout) if sampling.record_routing else None
         sampling = replace(sampling, record_routing=kind is not None)
 
-        def sample() -> Any:
+        def run() -> Any:
             if self._sampler is None or self._asleep or not self.weights.holds:
                 assert self._snapshot is not None
                 self._publish(self._snapshot)  # for a restarted vLLM, or one that dropped its weights to sleep
@@ -135,7 +118,7 @@ class VLLMEngine:
                 return self._sampler.call("trace", (requests, sampling, self.tracer), progress)
             return self._sampler.call("generate", (requests, sampling), progress)
 
-        responses = self._with_restarts(sample)
+        responses = self._with_restarts(run)
         stopping = Stopping(self.tokenizer, sampling)
         rollouts, seed = [], sampling.seed
         for (prompt, number), r in zip(order, responses, strict=True):
@@ -164,8 +147,8 @@ class VLLMEngine:
         if freed is None:  # vLLM does not share the learner's GPU and keeps its memory
             return
         self._asleep, self._freed = True, freed
-        self._own_metrics["time/sampler_sleep_s"] = time.perf_counter() - begin
-        self._own_metrics["memory/sampler_freed_gib"] = freed / 2**30
+        self.metrics["time/sampler_sleep_s"] = time.perf_counter() - begin
+        self.metrics["memory/sampler_freed_gib"] = freed / 2**30
         if level == 2:
             self.weights.forget()  # vLLM has no weights until the next full publish
 
@@ -192,7 +175,7 @@ class VLLMEngine:
             sampler.begin("wake", None)
         self._waking = False
         sampler.finish(ignore_progress)
-        self._own_metrics["time/sampler_wake_s"] = time.perf_counter() - begin
+        self.metrics["time/sampler_wake_s"] = time.perf_counter() - begin
         self._asleep = False
 
     def _defer(self, fault: SamplerFault) -> None:
@@ -231,10 +214,10 @@ class VLLMEngine:
             self._prelaunched = None
             self.weights.prepare(checkpoint, snapshot)  # while the process imports vLLM
             torch.cuda.empty_cache()
-            self._own_metrics["time/sampler_prepare_s"] = time.perf_counter() - begin
+            self.metrics["time/sampler_prepare_s"] = time.perf_counter() - begin
             self._sampler.start(settings, expected, lambda responses, tokens: self._tick())
         self.weights.accept(self._sampler, snapshot, self.config.rollout.vllm.publish)
-        self._own_metrics["time/sampler_start_s"] = time.perf_counter() - begin
+        self.metrics["time/sampler_start_s"] = time.perf_counter() - begin
         self.phases = self._sampler.capabilities["phases"]
 
     def _with_restarts(self, action: Callable[[], Any]) -> Any:
