@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -33,23 +32,13 @@ class Exchange(ABC):
     Attributes:
         rank: Rank of this process.
         count: Number of ranks.
-        sent, received: Bytes sent to and received from other ranks since the start, by kind: "gradients", "codes", or
-            a name chosen by the caller.
-        parts: Number of buffers sent, per destination rank or, in an all-gather, to all ranks.
     """
 
     rank: int
     count: int
 
-    def __init__(self) -> None:
-        self.sent: Counter[str] = Counter()
-        self.received: Counter[str] = Counter()
-        self.parts: Counter[str] = Counter()
-
     @abstractmethod
-    def begin_sums(
-        self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
-    ) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
         """Start a reduce-scatter of several tensors in one message. The sum is in rank order.
 
         Computes ((first + second) + third) + ... in float32, so every transport gives the same bits. The tensors must
@@ -69,7 +58,7 @@ class Exchange(ABC):
 
     @abstractmethod
     def begin_gathers(
-        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
     ) -> list[Pending]:
         """Start an all-gather of the rows of several tensors, of any dtypes, in one message.
 
@@ -82,11 +71,10 @@ class Exchange(ABC):
         """
 
     @abstractmethod
-    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
+    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Send tensors to ranks and receive tensors from ranks, all contiguous, excluding this rank itself.
 
         The sends of one rank to another must match that rank's receives, in the same order. Waits like `Pending.rows`.
-        kind: key of the byte counters.
         """
 
     @abstractmethod
@@ -112,19 +100,17 @@ class SingleProcessExchange(Exchange):
 
     rank, count = 0, 1
 
-    def begin_sums(
-        self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
-    ) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
         return [_Rows(tensor.clone()) for tensor in tensors]
 
     def begin_gathers(
-        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
     ) -> list[Pending]:
         for rows, (place,), out in zip(own, cuts, outs, strict=True):
             out[place.start : place.stop].copy_(rows)
         return [_Rows(out) for out in outs]
 
-    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
+    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         return
 
     def largest(self, tensor: Tensor) -> Tensor:
@@ -147,14 +133,11 @@ class GroupExchange(Exchange):
     """
 
     def __init__(self, process_group: dist.ProcessGroup, rank: int, count: int, device: torch.device) -> None:
-        super().__init__()
         self.rank, self.count, self.device = rank, count, device
         self._group = process_group
         self._others = [other for other in range(count) if other != rank]
 
-    def begin_sums(
-        self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]], kind: str = "gradients"
-    ) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         parts: list[list[Tensor]] = []
@@ -166,13 +149,11 @@ class GroupExchange(Exchange):
             parts.append([own if other == self.rank else torch.empty_like(own) for other in range(self.count)])
             sends += [(other, rows[other]) for other in self._others]
             receives += [(other, parts[-1][other]) for other in self._others]
-        self.sent[kind] += sum(tensor.nbytes for _, tensor in sends)
-        self.received[kind] += sum(tensor.nbytes for _, tensor in receives)
-        messages = self._begin(sends, receives, kind)
+        messages = self._begin(sends, receives)
         return [_Sum(messages, some, self.rank) for some in parts]
 
     def begin_gathers(
-        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
     ) -> list[Pending]:
         for rows, cut, out in zip(own, cuts, outs, strict=True):
             assert out.is_contiguous() and len(cut) == self.count and cut[-1].stop <= len(out), (
@@ -185,50 +166,44 @@ class GroupExchange(Exchange):
         if not own:
             return []
         widths = [out.itemsize * math.prod(out.shape[1:]) for out in outs]
-        mine = sum(rows.nbytes for rows in own)
-        self.sent[kind] += mine * (self.count - 1)
-        self.received[kind] += sum(w * sum(map(len, cut)) for w, cut in zip(widths, cuts, strict=True)) - mine
-        if len(own) == 1 and (messages := self._begin_in_place(own[0], cuts[0], outs[0], kind)) is not None:
+        if len(own) == 1 and (messages := self._begin_in_place(own[0], cuts[0], outs[0])) is not None:
             return [_Gathered(messages, own[0], outs[0])]
         layout = Layout(cuts, widths)
         message = layout.pack(own, self.rank)
         if layout.even:
             arrived = message.new_empty(self.count * len(message))
-            messages = self._all_gather(arrived, message, kind)
+            messages = self._all_gather(arrived, message)
         else:
             arrived = message.new_empty(sum(layout.sizes))
             slots = arrived.split(layout.sizes)
             slots[self.rank].copy_(message)
             sends = [(other, message) for other in self._others]
-            messages = self._begin(sends, [(other, slots[other]) for other in self._others], kind)
+            messages = self._begin(sends, [(other, slots[other]) for other in self._others])
         unpacking = _Unpacking(messages, layout, own, message, arrived, outs)
         return [_Unpacked(unpacking, out) for out in outs]
 
-    def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor, kind: str) -> _Messages | None:
+    def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor) -> _Messages | None:
         """Start to gather one tensor in place; None if its rows must be moved afterwards."""
         if any(len(rows) != len(cut[0]) for rows in cut):
             places = [_bytes(out[rows.start : rows.stop]) for rows in cut]
             sends = [(other, _bytes(own)) for other in self._others]
-            messages = self._begin(sends, [(other, places[other]) for other in self._others], kind)
+            messages = self._begin(sends, [(other, places[other]) for other in self._others])
             places[self.rank].copy_(_bytes(own))
             return messages
         if cut[-1].stop - cut[0].start != self.count * len(own):
             return None
-        return self._all_gather(_bytes(out[cut[0].start : cut[-1].stop]), _bytes(own), kind)
+        return self._all_gather(_bytes(out[cut[0].start : cut[-1].stop]), _bytes(own))
 
-    def _all_gather(self, out: Tensor, own: Tensor, kind: str) -> _Messages:
+    def _all_gather(self, out: Tensor, own: Tensor) -> _Messages:
         if not own.numel():
             return _Messages([])
-        self.parts[kind] += 1
         return _Messages([_all_gather(out, own, group=self._group, async_op=True)])
 
-    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str) -> None:
+    def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         out, into = (
             [(other, _bytes(tensor)) for other, tensor in pairs if other != self.rank] for pairs in (sends, receives)
         )
-        self.sent[kind] += sum(tensor.nbytes for _, tensor in out)
-        self.received[kind] += sum(tensor.nbytes for _, tensor in into)
-        self._begin(out, into, kind).wait()
+        self._begin(out, into).wait()
 
     def largest(self, tensor: Tensor) -> Tensor:
         assert tensor.dtype == torch.float32, f"need float32, got {tensor.dtype}"
@@ -244,9 +219,7 @@ class GroupExchange(Exchange):
         )
         return [tensor[rows.start : rows.stop] for rows in cut]
 
-    def _begin(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]], kind: str
-    ) -> _Messages:
+    def _begin(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> _Messages:
         """Start sends and receives of (other rank, tensor), batched into one launch on a GPU.
 
         Between two ranks tensors arrive in the order in which they are sent.
@@ -257,7 +230,6 @@ class GroupExchange(Exchange):
             for other, tensor in pairs
             if tensor.numel()
         ]
-        self.parts[kind] += sum(tensor.numel() > 0 for _, tensor in sends)
         return _Messages(dist.batch_isend_irecv(operations) if operations else [])
 
 

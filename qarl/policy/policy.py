@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from itertools import chain, compress
 
 import torch
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 
 from qarl.config import QuantConfig
 from qarl.config.architecture import unserved_heads
+from qarl.distributed.rows import RowPlan, plan_of
 from qarl.errors import UserError
 from qarl.policy.attention import pack, packed
 from qarl.policy.decoder import Decoder
@@ -27,9 +29,8 @@ from qarl.policy.sampler import Sampler
 from qarl.policy.skeleton import check_shapes, linear_names
 from qarl.policy.teacher import Comparison
 from qarl.policy.weights import learner_weights, sampler_weights
-from qarl.utils.packed_linears import shared_scales
 from qarl.utils.transfer import upload
-from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.codes import quantize_parameters
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
 # On a GPU a packed batch of more than FEW_ROWS rows is padded to a multiple of ROWS: weight gradients sum over rows,
@@ -161,13 +162,14 @@ class Policy:
             UserError: A master is not finite; names the tensor.
         """
         masters = dict(self.named_parameters()) if values is None else values
-        shared = shared_scales(filter(self.quantized, self.linears), self.scheme, masters.__getitem__)
-        # Values that are fetched lazily would have to be fetched twice to find out whether they are adjacent.
-        linears = self.decoder.linears if values is None else []
-        groups = [[f"{name}.weight" for name in linear.names] for linear in linears]
-        how = masters, self.scheme_of, self.dtype, version, self.kernels, shared, groups
-        self.take(quantize_parameters(*how), values)
+        how = self._plan, self.scheme_of, self.dtype, version, self.kernels
+        self.take(quantize_parameters(masters, *how), values)
         return self.current
+
+    @cached_property
+    def _plan(self) -> RowPlan:
+        """All rows of the masters on one rank."""
+        return plan_of({name: master.shape for name, master in self.named_parameters()}, self.scheme_of, 1)
 
     def take(self, snapshot: Snapshot, values: Mapping[str, Tensor] | None = None) -> None:
         """Make a snapshot the current version: the learner's forward reads it, and the sampler's may.

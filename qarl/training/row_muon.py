@@ -90,14 +90,12 @@ class RowMuon(torch.optim.Muon):
         self._exchange.move(
             [(owner, inputs[name]) for owner, names in enumerate(wave) for name in names],
             [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
-            "muon",
         )
         updates = newton_schulz(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
         own = {name: self._rows(matrix, name) for name, matrix in zip(wave[rank], updates, strict=True)}
         self._exchange.move(
             [(other, own[name][other]) for name in wave[rank] for other in range(self._exchange.count)],
             [(owner, inputs[name]) for owner, names in enumerate(wave) for name in names],
-            "muon",
         )
         for name, arrived in inputs.items():
             if name not in momenta:

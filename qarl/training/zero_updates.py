@@ -33,7 +33,7 @@ from qarl.training.row_updates import joint_norm
 from qarl.training.updates import Updates
 from qarl.training.zero_setup import log_communication, logs_communication, open_stage
 from qarl.training.zero_stages import Stage
-from qarl.weight_sync.codes import gather_codes
+from qarl.weight_sync.codes import quantize_parameters
 
 _STATE = ("exp_avg", "exp_avg_sq")
 
@@ -214,9 +214,8 @@ class ZeroUpdates(Updates):
     def _publish(self, version: int) -> None:
         """Quantize the full master weights and switch the policy to the result."""
         policy, whole = self.policy, _Whole(self.stage)
-        snapshot = gather_codes(
-            whole, self.plan, SingleProcessExchange(), policy.scheme_of, policy.dtype, version, policy.kernels
-        )
+        how = self.plan, policy.scheme_of, policy.dtype, version, policy.kernels
+        snapshot = quantize_parameters(whole, *how)
         values = None
         if not policy.aligned:
             values = {name: whole[name].to(policy.learner_dtype, copy=True) for name in whole}

@@ -1,8 +1,9 @@
-"""Quantize on several ranks: each rank quantizes the rows it holds, and the stored tensors are gathered on all.
+"""Quantize the masters of one policy version, once, for the learner's forward, publishes and exports.
 
-Rows are quantized independently, with two exceptions. A scheme may store one value for several rows, which a plan never
-separates. It may also share a value over a whole tensor, which the ranks compute together first. So the stored tensors
-equal, bit for bit, those of one process that quantizes the whole masters.
+With several ranks, each quantizes the rows it holds, and the stored tensors are gathered on all. Rows are quantized
+independently, with two exceptions. A scheme may store one value for several rows, which a plan never separates. It may
+also share a value over a whole tensor, which the ranks compute together first. So the stored tensors equal, bit for
+bit, those of one process that quantizes the whole masters.
 """
 
 from __future__ import annotations
@@ -15,12 +16,24 @@ from qarl_formats.scheme import Scheme
 from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
-from qarl.distributed.exchange import Exchange
+from qarl.distributed.exchange import Exchange, SingleProcessExchange
 from qarl.distributed.rows import Block, RowPlan
 from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.gathers import BucketedGather, own_rows
 from qarl.weight_sync.quantize import Quantizer, SchemeOf
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
+
+
+def quantize_parameters(
+    masters: Mapping[str, Tensor],
+    plan: RowPlan,
+    scheme_of: SchemeOf,
+    dtype: torch.dtype,
+    version: int,
+    kernels: bool = False,
+) -> Snapshot:
+    """Quantize all masters in one process; see `gather_codes`. plan: `qarl.distributed.rows.plan_of` one rank."""
+    return gather_codes(masters, plan, SingleProcessExchange(), scheme_of, dtype, version, kernels)
 
 
 @torch.no_grad()
@@ -33,15 +46,24 @@ def gather_codes(
     version: int,
     kernels: bool = False,
 ) -> Snapshot:
-    """Return the whole snapshot on every rank, equal to `quantize_parameters` of the whole masters. A collective.
+    """Quantize all masters and return the whole snapshot on every rank. A collective.
+
+    The stored tensors are those of `quantize_parameter`, but it waits for a GPU only once, at the end. The experts of a
+    layer are quantized together: a mixture has thousands of small matrices, for each of which launches take longer than
+    work.
 
     Args:
         shards: This rank's rows of each master by name, float32; read block by block in the plan's order, and twice
-            if a scheme has one scale per tensor.
-        scheme_of, dtype, version, kernels: As in `quantize_parameters`.
+            if a scheme has one scale per tensor. They are not changed, and the snapshot shares no memory with them.
+        plan: Assignment of rows to ranks.
+        exchange: Gathers the stored tensors.
+        scheme_of: Returns the scheme of a parameter; None if it is not quantized.
+        dtype: dtype of unquantized parameters.
+        version: Policy version.
+        kernels: See `quantize_parameter`.
 
     Raises:
-        UserError: As for `quantize_parameters`, the same on every rank.
+        UserError: As for `quantize_parameter`, for the first master that is not finite, the same on every rank.
     """
     shared = shared_over_ranks(shards, plan, exchange, scheme_of)
     gather = _CodeGather(shards, plan, exchange, scheme_of, Quantizer(dtype, version, kernels), shared)
@@ -112,9 +134,12 @@ class _CodeGather:
         """Quantize this rank's rows of a block and start to gather them."""
         scheme = self._scheme_of(block[0])
         for places, rows in own_rows(block, self._plan, self._exchange.rank, self._shards):
+            made = self._made(block, rows.detach(), scheme)
+            if self._exchange.count == 1 and len(block) == 1 and made:
+                self._stored[block] = dict(made)  # nothing to gather
+                return
             if block not in self._stored:
                 self._stored[block] = self._empty(block, scheme, rows.device)
-            made = self._made(block, rows.detach(), scheme)
             for suffix, out in self._stored[block].items():
                 features = 1 if scheme is None else scheme.rows_per_entry(suffix) or 1
                 cut = [range(math.ceil(some.start / features), math.ceil(some.stop / features)) for some in places]

@@ -1,17 +1,15 @@
-"""Quantize the masters of one policy version, once, for the learner's forward, publishes and exports."""
+"""Quantize single masters, or rows of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from qarl_formats.rows import adjacent, concatenate_rows
 from qarl_formats.scheme import Scheme, check_shape
 from qarl_formats.weight import LowBitWeight
 from torch import Tensor
 
 from qarl.errors import UserError
-from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 RUN_BYTES = 2**28  # bytes of float32 masters quantized at once; plain torch needs several temporaries of this size
 SchemeOf = Callable[[str], Scheme | None]
@@ -44,67 +42,6 @@ def quantize_parameter(
     made = quantizer.quantize(name, master, scheme, shared)
     quantizer.require_finite({name: master}, lambda _: scheme)
     return made
-
-
-@torch.no_grad()
-def quantize_parameters(
-    masters: Mapping[str, Tensor],
-    scheme_of: SchemeOf,
-    dtype: torch.dtype,
-    version: int,
-    kernels: bool = False,
-    shared: Mapping[str, Tensor] | None = None,
-    groups: Iterable[Sequence[str]] = (),
-) -> Snapshot:
-    """Quantize all masters: bit-identical to `quantize_parameter` for each, but synchronizes with a GPU only once at
-    the end.
-
-    Args:
-        masters: By name, in layer order.
-        shared: By name, see `qarl.utils.packed_linears.shared_scales`.
-        groups: Names of weights that may be quantized at once if their masters are adjacent in memory, as the experts
-            of a layer are. A mixture has thousands of small matrices, for each of which launches take longer than work.
-
-    Raises:
-        UserError: As `quantize_parameter`, for the first master that is not finite.
-    """
-    made: dict[str, LowBitWeight | Tensor] = {}
-    quantizer, shared = Quantizer(dtype, version, kernels), shared or {}
-    run_of = {run[0]: run for group in groups for run in adjacent_runs(group, masters, scheme_of)}
-    for name in masters:
-        if name in made:
-            continue
-        scheme, run = scheme_of(name), run_of.get(name, [name])
-        rows = [masters[one].detach() for one in run]
-        for one, its in zip(run, rows, strict=True):
-            quantizer.check(one, its.shape, scheme)
-        whole = quantizer.quantize(name, concatenate_rows(rows), scheme, shared.get(name))
-        parts = [whole] if len(run) == 1 else whole.split([len(its) for its in rows])
-        made |= zip(run, parts, strict=True)
-    quantizer.require_finite(masters, scheme_of, run_of)
-    return build_snapshot(version, ((name, made.pop(name)) for name in masters))
-
-
-def adjacent_runs(names: Sequence[str], masters: Mapping[str, Tensor], scheme_of: SchemeOf) -> Iterator[list[str]]:
-    """Split names whose masters are adjacent in memory into runs of up to RUN_BYTES, or of one master.
-
-    Yields nothing if they are not adjacent, or if they cannot be quantized as one weight.
-    """
-    schemes = {scheme_of(name) for name in names}
-    scheme = schemes.pop()
-    if schemes or (scheme is not None and not scheme.can_concatenate([masters[name].shape[0] for name in names])):
-        return
-    if not adjacent([masters[name] for name in names]):
-        return
-    run: list[str] = []
-    size = 0
-    for name in names:
-        if run and size + masters[name].nbytes > RUN_BYTES:
-            yield run
-            run, size = [], 0
-        run.append(name)
-        size += masters[name].nbytes
-    yield run
 
 
 class Quantizer:
@@ -159,16 +96,10 @@ class Quantizer:
             flags.append(torch.stack(list(self._largest.values())).isfinite().logical_not_())
         return [*self._counts, *self._largest], torch.cat(flags).float() if flags else torch.zeros(0)
 
-    def require_finite(
-        self, masters: Mapping[str, Tensor], scheme_of: SchemeOf, run_of: Mapping[str, list[str]] | None = None
-    ) -> None:
-        """Raise UserError for the first master with values that are not finite. Waits for the device.
-
-        run_of: by first name, the masters that were quantized at once.
-        """
+    def require_finite(self, masters: Mapping[str, Tensor], scheme_of: SchemeOf) -> None:
+        """Raise UserError for the first master with values that are not finite. Waits for the device."""
         names, flags = self.faults()
-        found = [name for name, flag in zip(names, flags.tolist(), strict=True) if flag]
-        faulty = {one for name in found for one in (run_of or {}).get(name, [name])}
+        faulty = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
         for name in filter(faulty.__contains__, masters):
             if bad := int(self.bad_values(masters[name], scheme_of(name)).item()):
                 raise self.refusal(name, scheme_of(name), bad, masters[name].numel())

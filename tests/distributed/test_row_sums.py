@@ -29,10 +29,10 @@ class Watched(SingleProcessExchange):
         super().__init__()
         self.policy, self.begun = policy, []
 
-    def begin_sums(self, tensors: Sequence[Tensor], cuts, kind: str = "gradients") -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts) -> list[Pending]:
         assert all(tensor.is_contiguous() for tensor in tensors)
         self.begun.append((len(tensors), torch._C._current_graph_task_id() != -1))
-        return super().begin_sums(tensors, cuts, kind)
+        return super().begin_sums(tensors, cuts)
 
 
 def made(directory, fused: bool, monkeypatch) -> Policy:

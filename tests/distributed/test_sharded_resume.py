@@ -39,16 +39,15 @@ class ThreadExchange(SingleProcessExchange):
     """The collectives that loading a checkpoint needs."""
 
     def __init__(self, ranks: Ranks) -> None:
-        super().__init__()
         self.rank, self.count, self._ranks = ranks.rank, ranks.count, ranks
 
     def begin_gathers(
-        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor], kind: str = "codes"
+        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
     ) -> list[Pending]:
         pending = []
         for rows, cut, out in zip(own, cuts, outs, strict=True):
             for place, part in zip(cut, self._ranks.gather_tensors(rows), strict=True):
-                pending += super().begin_gathers([part], [[place]], [out], kind)
+                pending += super().begin_gathers([part], [[place]], [out])
         return pending[:: self.count]
 
     def largest(self, tensor: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from qarl.policy.policy import Policy
 from qarl.policy.routes import NO_ROUTES, Routes
 from qarl.policy.run import Recompute
 from qarl.utils.expert_names import EXPERT_NAMES
-from qarl.weight_sync.quantize import quantize_parameters
+from qarl.weight_sync.codes import quantize_parameters
 from qarl.weight_sync.snapshot import Snapshot
 
 NEEDS_TRITON = pytest.mark.skipif(
@@ -73,8 +73,8 @@ class Pairs:
         return self.made[key]
 
 
-def _quantized_by_torch(masters, scheme_of, dtype, version, kernels, shared, stacks) -> Snapshot:
-    return quantize_parameters(masters, scheme_of, dtype, version, False, shared)
+def _quantized_by_torch(*arguments) -> Snapshot:
+    return quantize_parameters(*arguments[:-1], kernels=False)
 
 
 def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES, routes: Routes = NO_ROUTES) -> Tensor:

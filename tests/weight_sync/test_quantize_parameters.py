@@ -7,10 +7,12 @@ from qarl_formats.rows import adjacent
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
+from qarl.distributed.rows import plan_of
 from qarl.errors import UserError
 from qarl.utils.packed_linears import shared_scales
-from qarl.weight_sync.quantize import quantize_parameter, quantize_parameters
-from qarl.weight_sync.snapshot import build_snapshot
+from qarl.weight_sync.codes import quantize_parameters
+from qarl.weight_sync.quantize import quantize_parameter
+from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 SHAPES = {
     "model.embed_tokens.weight": (13, 64),
@@ -35,18 +37,28 @@ def scheme_of(scheme: str):
     return lambda name: made if made.quantized and name.endswith("_proj.weight") else None
 
 
-def one_by_one(values: dict[str, Tensor], of, kernels: bool):
-    forms = (
-        (name, quantize_parameter(name, value, of(name), torch.bfloat16, 3, kernels)) for name, value in values.items()
+def together(values: dict[str, Tensor], of, kernels: bool = False) -> Snapshot:
+    plan = plan_of({name: value.shape for name, value in values.items()}, of, 1)
+    return quantize_parameters(values, plan, of, torch.bfloat16, 3, kernels)
+
+
+def one_by_one(values: dict[str, Tensor], of, kernels: bool = False, scales: bool = True) -> Snapshot:
+    modules = [name.removesuffix(".weight") for name in values if scales and of(name) is not None]
+    shared = shared_scales(modules, of(f"{modules[0]}.weight"), values.__getitem__) if modules else {}
+    return build_snapshot(
+        3,
+        (
+            (name, quantize_parameter(name, value, of(name), torch.bfloat16, 3, kernels, shared.get(name)))
+            for name, value in values.items()
+        ),
     )
-    return build_snapshot(3, forms)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("scheme", scheme_names())
 def test_the_snapshot_equals_that_of_single_masters(scheme: str, kernels: bool) -> None:
     values, of = masters(), scheme_of(scheme)
-    found, expected = quantize_parameters(values, of, torch.bfloat16, 3, kernels), one_by_one(values, of, kernels)
+    found, expected = together(values, of, kernels), one_by_one(values, of, kernels)
     assert found.version == 3 and list(found.tensors) == list(expected.tensors)
     assert found.manifest() == expected.manifest()
     assert {name: (w.scheme, w.shape) for name, w in found.weights.items()} == {
@@ -64,17 +76,17 @@ def test_the_first_master_that_is_not_finite_is_named(first: str, kernels: bool)
     values, of = masters(), scheme_of("w4a16")
     for name in list(SHAPES)[list(SHAPES).index(first) : -1]:
         values[name].view(-1)[1] = torch.nan
-    with pytest.raises(UserError, match=f"quantize version 3: {first}") as together:
-        quantize_parameters(values, of, torch.bfloat16, 3, kernels)
+    with pytest.raises(UserError, match=f"quantize version 3: {first}") as refused:
+        together(values, of, kernels)
     with pytest.raises(UserError) as apart:
         one_by_one(values, of, kernels)
-    assert str(together.value) == str(apart.value)
+    assert str(refused.value) == str(apart.value)
 
 
 def test_a_shape_that_does_not_fit_is_refused_by_name() -> None:
     values = {"a_proj.weight": torch.zeros(4, 40)}
     with pytest.raises(UserError, match=r"quantize version 3: a_proj\.weight"):
-        quantize_parameters(values, scheme_of("w4a16"), torch.bfloat16, 3)
+        together(values, scheme_of("w4a16"))
 
 
 def experts(inner: int = 16, count: int = 4) -> tuple[dict[str, Tensor], list[list[str]]]:
@@ -95,27 +107,23 @@ def experts(inner: int = 16, count: int = 4) -> tuple[dict[str, Tensor], list[li
 )
 def test_adjacent_masters_are_quantized_at_once_to_the_same_bits(scheme: str, kernels: bool) -> None:
     (values, stacks), of = experts(128 if scheme == "fp8_block" else 16), scheme_of(scheme)
-    modules = [name.removesuffix(".weight") for name in values]
-    made = of(next(iter(values)))
-    shared = shared_scales(modules, made, values.__getitem__)
-    how = of, torch.bfloat16, 3, kernels, shared
-    found, expected = quantize_parameters(values, *how, stacks), quantize_parameters(values, *how)
+    made, found, expected = of(next(iter(values))), together(values, of, kernels), one_by_one(values, of, kernels)
     assert list(found.tensors) == list(expected.tensors)
     assert found.manifest() == expected.manifest()
     for stack in stacks:
-        for suffix in expected.weights[modules[0]].tensors:
+        for suffix in made.tensor_specs(*next(iter(values.values())).shape):
             if made.rows_per_entry(suffix) is not None:
                 assert adjacent([found.weights[name.removesuffix(".weight")].tensors[suffix] for name in stack])
 
 
 def test_adjacent_masters_that_are_not_quantized_are_rounded_at_once() -> None:
-    (values, stacks), how = experts(), (lambda name: None, torch.bfloat16, 3)
-    found = quantize_parameters(values, *how, groups=stacks)
-    assert found.manifest() == quantize_parameters(values, *how).manifest()
+    (values, stacks), of = experts(), lambda name: None
+    found = together(values, of)
+    assert found.manifest() == one_by_one(values, of).manifest()
     assert all(adjacent([found.tensors[name] for name in stack]) for stack in stacks)
     values[stacks[0][3]][5, 7] = torch.nan
     with pytest.raises(UserError, match=r"experts\.1\.up_proj\.weight: 1 of 512 values are NaN"):
-        quantize_parameters(values, *how, groups=stacks)
+        together(values, of)
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
@@ -123,8 +131,7 @@ def test_packed_linears_are_one_weight_whose_parts_are_the_snapshots_tensors(sch
     made, rows = scheme_of(scheme), 128 if scheme == "fp8_block" else 24
     names = [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo"]
     values = {f"{name}.weight": torch.randn(rows, 128) for name in names}
-    shared = shared_scales(names, made(next(iter(values))) or make_scheme("bf16"), values.__getitem__)
-    found = quantize_parameters(values, made, torch.bfloat16, 1, shared=shared)
+    found = together(values, made)
     ((group, whole),) = found.groups.items()
     assert group == tuple(names[:3]) and whole.shape == (3 * rows, 128) and found.packed(group) == [whole]
     for name, part in zip(group, whole.split([rows] * 3), strict=True):
@@ -141,5 +148,5 @@ def test_packed_linears_are_one_weight_whose_parts_are_the_snapshots_tensors(sch
 def test_weights_that_share_rows_or_differ_in_their_global_scale_stay_apart(scheme: str, rows: int) -> None:
     names = tuple(f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up"))
     values = {f"{name}.weight": (place + 1) * torch.randn(rows, 64) for place, name in enumerate(names)}
-    found = quantize_parameters(values, scheme_of(scheme), torch.bfloat16, 1)  # without shared scales
+    found = one_by_one(values, scheme_of(scheme), scales=False)
     assert not found.groups and [weight.shape for weight in found.packed(names)] == [(rows, 64)] * 2
