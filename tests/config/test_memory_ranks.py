@@ -9,7 +9,7 @@ from estimates import TINY, config
 from qarl.config.architecture import Architecture
 from qarl.config.mixture import Mixture
 from qarl.config.quant import scheme_of
-from qarl.distributed.rows import VECTOR, RowPlan, plan_of, row_unit
+from qarl.distributed.rows import plan_of
 from qarl.memory import estimate as memory
 from qarl.memory.ranks import row_share, zero_elements
 from qarl.memory.sizes import decide_sizes
@@ -24,23 +24,6 @@ QWEN3_8B = Architecture("qwen3", 4096, 12288, 36, 32, 8, 128, 151936, 40960, tie
 def sizes(ranks, device="cuda", **sections) -> dict[str, int]:
     items = memory.estimate(config(**sections), TINY, device, ranks=ranks)
     return {item.name.split(" (")[0]: item.bytes for item in items}
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize("quant", [{}, {"scheme": "fp8_block"}, {"group_size": 32, "symmetric": False}])
-def test_the_first_rank_holds_the_rows_of_its_plan(ranks, quant):
-    quant = {"group_size": None, **quant} if quant.get("scheme") else quant
-    own = config(quant=quant)
-    scheme, inner = scheme_of(own.quant), {f"{name}.weight" for name, _, _ in TINY.linears()}
-    shapes = dict(TINY.tensors())
-    units = {n: VECTOR if len(shape) == 1 else row_unit(scheme if n in inner else None) for n, shape in shapes.items()}
-    plan = RowPlan(shapes, units.__getitem__, ranks)
-    rows = {name: [len(some) for some in plan.cut(name)] for name in shapes}
-    assert all(max(rows[name]) == rows[name][0] for name in shapes)
-    share = row_share(own, TINY, ranks)
-    held = {name: rows[name][0] * (shape[1] if len(shape) == 2 else 1) for name, shape in shapes.items()}
-    assert share.matrices == sum(size for name, size in held.items() if name in inner)
-    assert share.parameters == sum(held.values())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 7])

@@ -125,8 +125,7 @@ def gathers(exchange: Exchange) -> int:
 
 
 def together(exchange: Exchange) -> dict[str, list[int]]:
-    """Gather many tensors in one message: [bytes received, bytes of all, buffers sent] by kind of cut."""
-    traffic = exchange if isinstance(exchange, Counted) else Counted.__new__(Counted)
+    """Gather many tensors in one message: [bytes of all, buffers sent] by kind of cut."""
     count, rank = exchange.count, exchange.rank
     found, pending = {}, []
     for number, kind in enumerate((*CUTS, "inner")):
@@ -142,10 +141,10 @@ def together(exchange: Exchange) -> dict[str, list[int]]:
             expected.append(torch.zeros_like(whole))
             for rows in some:
                 expected[-1][rows.start : rows.stop] = whole[rows.start : rows.stop]
-        received, parts = traffic.received, traffic.parts
+        parts = getattr(exchange, "parts", 0)
         pending.append((kind, outs, expected, exchange.begin_gathers(own, cuts, outs)))
         size = sum(len(rows) * out[:1].nbytes for some, out in zip(cuts, outs, strict=True) for rows in some)
-        found[kind] = [traffic.received - received, size, traffic.parts - parts]
+        found[kind] = [size, getattr(exchange, "parts", 0) - parts]
     for kind, outs, expected, arriving in reversed(pending):
         for out, right, some in list(zip(outs, expected, arriving, strict=True))[::-1]:
             assert some.rows() is out and same(out, right), kind
@@ -206,11 +205,10 @@ def test_sums_are_in_rank_order_and_send_each_row_once(count: int) -> None:
 def test_rows_are_gathered_from_all_ranks_and_of_many_tensors_in_one_message(count: int) -> None:
     whole = found_on(count)[0]["gathers"][0] * max(count - 1, 0)
     assert bytes_on(count, "gathers") == (whole, whole)
-    for kind, first in found_on(count)[0]["together"][0].items():
-        of_ranks = [one["together"][0][kind] for one in found_on(count)]
-        received = sum(received for received, _, _ in of_ranks)
-        assert 0 <= received - first[1] * max(count - 1, 0) <= first[1], kind  # messages of equal length have padding
-        assert all(parts in ((1, count - 1, 0) if count else (0,)) for _, _, parts in of_ranks), kind
+    of_ranks = [one["together"][0] for one in found_on(count)]
+    size = sum(size for size, _ in of_ranks[0].values())
+    assert 0 <= bytes_on(count, "together")[1] - size * max(count - 1, 0) <= size  # equal messages have padding
+    assert all(parts in ((1, count - 1, 0) if count else (0,)) for one in of_ranks for _, parts in one.values())
 
 
 def test_maxima_are_of_all_ranks() -> None:

@@ -22,12 +22,6 @@ def checked(*gaps: float, exact: bool = False, said: list[str] | None = None) ->
     return check
 
 
-def test_difference_is_the_mean_and_the_largest_gap() -> None:
-    found = difference([-1.0, -2.0, -3.5], [-1.0, -2.25, -3.0])
-    assert found == Difference(0.25, 0.5)
-    assert str(found) == "mean 0.2500, max 0.5000"
-
-
 @pytest.mark.parametrize("pair", [([-1.0, math.nan], [-1.0, -2.0]), ([-1.0, -2.0], [-1.0, -math.inf])])
 def test_a_value_that_is_not_finite_exceeds_every_bound(pair) -> None:
     assert difference(*pair) == Difference(math.inf, math.inf)
