@@ -7,10 +7,10 @@ differ at every start. Therefore nothing is loaded before its names and shapes m
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from qarl_formats.checkpoints import CheckpointFormat, checkpoint_format
+from qarl_formats.checkpoints.base import FLOATS, Stored
 
 from qarl.config.architecture import Architecture
 from qarl.config.gguf_header import read_gguf_header
@@ -25,18 +25,7 @@ CONFIG = "config.json"
 ANOTHER = "give another checkpoint"
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-_STORED = {
-    "int8": "I8",
-    "uint8": "U8",
-    "int32": "I32",
-    "int64": "I64",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e8m0fnu": "F8_E8M0",
-    "bfloat16": "BF16",
-    "float16": "F16",
-    "float32": "F32",
-}
+_FLOATS = (*FLOATS, "float64")
 # Buffers in old checkpoints. transformers ignores them and computes its own.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 _PICKLED = re.compile(r"(pytorch_model|consolidated|model).*\.(bin|pt|pth)")
@@ -55,14 +44,6 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A required tensor. dtypes: Allowed types, in the spelling of safetensors."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...] = _FLOATS
 
 
 def require_weights(
@@ -88,7 +69,7 @@ def require_weights(
     found = stored_tensors(directory)
     wanted = _plain(architecture) if stored is None else _quantized(architecture, stored, found, directory)
     if architecture.tied_embeddings and HEAD in found:
-        wanted[HEAD] = Wanted((architecture.vocab_size, architecture.hidden_size))
+        wanted[HEAD] = wanted[EMBEDDING]
     held = {name: (tensor.shape, tensor.dtype) for name, tensor in found.items()}
     if fault := _difference(wanted, held, CONFIG):
         raise UserError(f"{directory}: its weights are not those of its config.json: {fault}")
@@ -123,8 +104,8 @@ def require_gguf(path: Path, architecture: Architecture) -> None:
         header = read_gguf_header(path)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
-    wanted = {gguf_name(name): Wanted(wish.shape) for name, wish in _plain(architecture).items()}
-    held = {name: (shape, "F32") for name, shape in header.tensors.items()}
+    wanted = {gguf_name(name): wish for name, wish in _plain(architecture).items()}
+    held = {name: (shape, "float32") for name, shape in header.tensors.items()}
     if fault := _difference(wanted, held, "its header"):
         raise UserError(f"{path}: its weights are not those of its header: {fault}")
 
@@ -169,13 +150,13 @@ def gguf_name(name: str) -> str:
     return f"blk.{layer}.{_GGUF_LAYER[inner]}.{kind}"
 
 
-def _plain(architecture: Architecture) -> dict[str, Wanted]:
-    return {name: Wanted(shape) for name, shape in architecture.tensors()}
+def _plain(architecture: Architecture) -> dict[str, Stored]:
+    return {name: Stored(shape, _FLOATS) for name, shape in architecture.tensors()}
 
 
 def _quantized(
     architecture: Architecture, stored: CheckpointFormat, found: Mapping[str, StoredTensor], directory: Path
-) -> dict[str, Wanted]:
+) -> dict[str, Stored]:
     """Replace quantized weights by the tensors that the format stores them in."""
     wanted = _plain(architecture)
     linears = [linear for linear in architecture.linears() if stored.quantizes(linear.name, found)]
@@ -191,14 +172,12 @@ def _quantized(
         except ValueError as error:
             fault = str(error).removeprefix(f"{module}: ")
             raise UserError(f"{directory / CONFIG}: quantization_config: {module}: {fault}; {ANOTHER}") from error
-        for suffix, spec in specs.items():
-            dtypes = tuple(_STORED[dtype] for dtype in spec.dtypes)
-            wanted[f"{module}.{suffix}"] = Wanted(spec.shape, dtypes)
+        wanted |= {f"{module}.{suffix}": spec for suffix, spec in specs.items()}
     return wanted
 
 
 def _difference(
-    wanted: Mapping[str, Wanted], held: Mapping[str, tuple[tuple[int, ...], str]], source: str
+    wanted: Mapping[str, Stored], held: Mapping[str, tuple[tuple[int, ...], str]], source: str
 ) -> str | None:
     """Describe missing and extra tensors and other shapes or types in one line; None if all match."""
     missing = [name for name in wanted if name not in held]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from qarl_formats.checkpoints import CheckpointFormat, CompressedTensors
+from qarl_formats.checkpoints.base import FLOATS
 from qarl_formats.registry import scheme_class, scheme_names
 from qarl_formats.scheme import Scheme
 
@@ -192,12 +193,11 @@ def _scale_dtype(path: Path, stored: CheckpointFormat, found: Mapping[str, Store
     if not scales:
         raise UserError(f"{path}: config.json says it is quantized, but no .safetensors file holds a {stored.scale}")
     first, scale = next(iter(scales.items()))
-    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F8_E8M0": "float32"}
-    if scale.dtype not in known:
+    if scale.dtype not in (*FLOATS, "float8_e8m0fnu"):
         raise UserError(f"{scale.file}: weight scales of type {scale.dtype} cannot be read; export it again")
     if odd := [name for name, other in scales.items() if other.dtype != scale.dtype]:
         raise UserError(f"{scales[odd[0]].file}: {odd[0]} and {first} have different types; export it again")
-    return known[scale.dtype]
+    return scale.dtype if scale.dtype in FLOATS else "float32"
 
 
 def _check_there(name: str, path: Path) -> None:

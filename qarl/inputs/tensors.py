@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+# Types in safetensors headers and their names in torch. Other types keep their own names.
+_TORCH_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_TORCH_NAMES |= {"I64": "int64", "I32": "int32", "I8": "int8", "U8": "uint8"}
+_TORCH_NAMES |= {"F8_E4M3": "float8_e4m3fn", "F8_E8M0": "float8_e8m0fnu"}
+
 
 class _Index(Record):
     weight_map: dict[str, FileName]
@@ -29,7 +34,7 @@ class _Index(Record):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file. dtype: name in safetensors (BF16, I32, ...)."""
+    """A tensor of a file. dtype: torch's name (bfloat16, int32, ...)."""
 
     file: Path
     dtype: str
@@ -122,7 +127,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="numpy") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is not iterable
-            return {name: StoredTensor(path, of.get_dtype(), tuple(of.get_shape())) for name, of in slices.items()}
+            return {
+                name: StoredTensor(path, _TORCH_NAMES.get(of.get_dtype(), of.get_dtype()), tuple(of.get_shape()))
+                for name, of in slices.items()
+            }
     except (SafetensorError, OSError) as error:
         reason = visible(" ".join(str(error).removeprefix("Error while deserializing header: ").split())[:200])
         raise Unreadable(str(path), f"is truncated or not a safetensors file; restore it ({reason})") from error

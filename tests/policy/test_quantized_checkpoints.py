@@ -213,7 +213,7 @@ def _changed(saved_model: Path, tmp_path: Path, change) -> ModelConfig:
 UP = "model.layers.0.mlp.up_proj"
 DAMAGED = {
     "missing scales": ("gptq", lambda t: t.pop(f"{UP}.scales"), rf"1 missing \({UP}.scales\)"),
-    "another type": ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"].float()}), "F32, must be I32"),
+    "another type": ("gptq", lambda t: t.update({f"{UP}.qweight": t[f"{UP}.qweight"].float()}), "must be int32"),
 }
 
 
