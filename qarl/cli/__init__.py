@@ -196,24 +196,21 @@ def schema() -> None:
 
 
 def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: int) -> None:
-    from rich.table import Table
+    from qarl.report.blocks import Column, Table
+    from qarl.terminal.console import print_table, table_console
 
-    from qarl.terminal.console import Console
-
-    each = f" of each of {ranks} ranks" if ranks > 1 else ""
-    table = Table(title=f"Memory estimate{each} ({device})", title_justify="left")
-    table.add_column("what")
-    table.add_column("when")
-    table.add_column("GiB", justify="right")
-    for item in items:
-        table.add_row(item.name, item.phase, f"{item.bytes / 2**30:.2f}")
-    table.add_section()
-    table.add_row("peak", "always + the largest other item", f"{peak_bytes(items) / 2**30:.2f}")
+    peak = peak_bytes(items)
+    sizes = [
+        *((item.name, item.phase, item.bytes) for item in items),
+        ("peak", "always + the largest other item", peak),
+    ]
     if device == "cpu":
-        if ranks > 1:
-            table.add_row("all ranks", "", f"{ranks * peak_bytes(items) / 2**30:.2f}")
-        table.add_row("this machine, including swap", "", f"{machine_bytes() / 2**30:.2f}")
-    Console().print(table)
+        sizes += [("all ranks", "", ranks * peak)] if ranks > 1 else []
+        sizes.append(("this machine, including swap", "", machine_bytes()))
+    rows = [[what, when, f"{size / 2**30:.2f}"] for what, when, size in sizes]
+    each = f" of each of {ranks} ranks" if ranks > 1 else ""
+    columns = [Column("what"), Column("when"), Column("GiB", "right")]
+    print_table(Table(columns, rows, f"Memory estimate{each} ({device})"), table_console())
 
 
 app.command()(compare.compare)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -67,22 +66,12 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
         typer.echo(f"no runs in {root}")
         return
     console = table_console()
-    columns: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
-        ("run", lambda row: row["name"]),
-        ("state", lambda row: row["state"]),
-        ("step", lambda row: f"{row['step']}/{row['steps']}"),
-        ("scheme", lambda row: row["scheme"] + ", FP8 KV" * (row["kv_cache_dtype"] == "fp8")),
-        ("learner", lambda row: row["learner"]),
-        ("objective", lambda row: row["objective"]),
-        ("reward", lambda row: number(row["reward"])),
-        ("eval", lambda row: number(row["eval"])),
-        ("age", lambda row: _age(row["age_s"])),
-    ]
+    columns = ["run", "state", "step", "scheme", "learner", "objective", "reward", "eval", "age"]
     if console.width < 100:
-        columns = [column for column in columns if column[0] not in ("objective", "age")]
+        columns = [name for name in columns if name not in ("objective", "age")]
     longest = max(len(row["name"]) for row in rows)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name, _ in columns:
+    for name in columns:
         table.add_column(
             name,
             justify="right" if name in ("step", "reward", "eval", "age") else "left",
@@ -91,7 +80,15 @@ def _print_table(rows: list[dict[str, Any]], root: Path) -> None:
             min_width=min(20, longest) if name == "run" else None,
         )
     for row in rows:
-        table.add_row(*(Text(visible(cell(row))) for _, cell in columns))
+        cells = row | {
+            "run": row["name"],
+            "step": f"{row['step']}/{row['steps']}",
+            "scheme": row["scheme"] + ", FP8 KV" * (row["kv_cache_dtype"] == "fp8"),
+            "reward": number(row["reward"]),
+            "eval": number(row["eval"]),
+            "age": _age(row["age_s"]),
+        }
+        table.add_row(*(Text(visible(cells[name])) for name in columns))
     console.print(table)
 
 
