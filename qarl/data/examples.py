@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qarl.data.choices import letter_choices
-from qarl.data.columns import listed, map_columns
+from qarl.data.columns import listed
 from qarl.data.conversation import (
     ChatTemplate,
     Message,
@@ -25,8 +24,7 @@ from qarl.data.conversation import (
     plain_messages,
     require_known_tokens,
 )
-from qarl.data.prompts import arguments_of, conversation_of, given_prompt, require_chat_template, require_encodable
-from qarl.data.sources import load_rows
+from qarl.data.prompts import arguments_of, conversation_of, given_prompt, mapped_rows, require_encodable
 from qarl.data.values import Row
 from qarl.errors import UserError
 from qarl.types import GivenResponse, Prompt
@@ -104,12 +102,8 @@ def build_examples(
     Raises:
         UserError: As `build_prompts`; or a row without a response, or no row left.
     """
-    require_chat_template(config, tokenizer)
-    rows = map_columns(load_rows(config), config, needs_prompt=False)
-    if config.choices is not None:
-        rows = letter_choices(rows, config)
+    rows, places = mapped_rows(config, tokenizer, needs_prompt=False, key=key)
     column = _response_column(config, rows[0], key)
-    places = [f"{key}: row {index}" for index in range(len(rows))]
     report, prompts = ExampleReport(len(rows)), list[Prompt]()
     for index, tokens in enumerate(_tokenized(rows, places, column, config, tokenizer, stops, now)):
         require_known_tokens(tokens.ids, vocabulary, tokenizer, places[index])

@@ -103,11 +103,7 @@ def build_prompts(
         UserError: As for `load_rows`; or a missing column, a bad template, a prompt of the wrong type, a tokenizer
             without a chat template, a token that the model lacks, or no prompt left after the filter.
     """
-    require_chat_template(config, tokenizer)
-    rows = map_columns(load_rows(config), config)
-    if config.choices is not None:
-        rows = letter_choices(rows, config)
-    places = [f"data: row {index}" for index in range(len(rows))]
+    rows, places = mapped_rows(config, tokenizer)
     texts = _texts(rows, places, config, tokenizer, now)
 
     too_long = f"longer than data.max_prompt_length {config.max_prompt_length}"
@@ -136,7 +132,21 @@ def build_prompts(
     return prompts, report
 
 
-def require_chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+def mapped_rows(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, needs_prompt: bool = True, key: str = "data"
+) -> tuple[list[Row], list[str]]:
+    """Load the rows with mapped columns and lettered choices, and a place for messages about each.
+
+    Raises UserError as `build_prompts`.
+    """
+    _require_chat_template(config, tokenizer)
+    rows = map_columns(load_rows(config), config, needs_prompt)
+    if config.choices is not None:
+        rows = letter_choices(rows, config)
+    return rows, [f"{key}: row {index}" for index in range(len(rows))]
+
+
+def _require_chat_template(config: DataConfig, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raise UserError if the section uses a chat template that the tokenizer does not have."""
     if config.chat_template and not tokenizer.chat_template:
         raise UserError(

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from qarl.evaluation.estimators import Estimate, task_avg, task_pass_at_k, unweighted_mean
-from qarl.inputs.schema import Record
-from qarl.storage.saved_state import Count
+from qarl.inputs.schema import Count, Record
 from qarl.utils.averages import mean
 
 Row = dict[str, Any]

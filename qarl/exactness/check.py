@@ -52,17 +52,17 @@ def check_exactness(
         say(f"opening {target.label}")
         rollout = tight(sizes)
         opened = open_policy(target, device=where.type, rollout=rollout, tokenizer=tokenizer, max_length=sizes.longest)
-        drawer: Engine
+        sampler: Engine
         if engine == "native":
-            drawer = Native(opened)
+            sampler = Native(opened)
         else:
             place = held.enter_context(_place_of_log())
             say("starting vLLM")
-            drawer = VLLM(opened, sizes, rollout, place, say)
-        held.callback(drawer.close)
-        check = Check(opened.policy, drawer, target.name, engine)
-        drawn = rounds(request, given, sizes, opened.policy.config.vocab_size, lambda: check.found.tokens)
-        for number, one in enumerate(drawn):
+            sampler = VLLM(opened, sizes, rollout, place, say)
+        held.callback(sampler.close)
+        check = Check(opened.policy, sampler, target.name, engine)
+        all_rounds = rounds(request, given, sizes, opened.policy.config.vocab_size, lambda: check.found.tokens)
+        for number, one in enumerate(all_rounds):
             say(f"round {number + 1}: {check.found.tokens:,} of {sizes.tokens:,} tokens so far")
             check.take(one)
             if check.found.tokens >= sizes.tokens:

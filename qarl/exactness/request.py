@@ -84,9 +84,9 @@ class Sizes:
     def longest(self) -> int:
         return self.prompt + self.response
 
-    def prompts(self, response: int, drawn: int = 0) -> int:
-        """Return the number of prompts of a round with the given response limit, after `drawn` sampled tokens."""
-        return min(max(2, ceil((self.tokens - drawn) / (SAMPLES * response))), PROMPTS)
+    def prompts(self, response: int, sampled: int = 0) -> int:
+        """Return the number of prompts of a round with the given response limit, after `sampled` tokens."""
+        return min(max(2, ceil((self.tokens - sampled) / (SAMPLES * response))), PROMPTS)
 
 
 def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
@@ -110,39 +110,39 @@ def rounds(
     given: Sequence[list[int]],
     sizes: Sizes,
     vocabulary: int,
-    drawn: Callable[[], int] = lambda: 0,
+    sampled: Callable[[], int] = lambda: 0,
 ) -> Iterator[Round]:
     """Yield an endless, deterministic sequence of rounds.
 
     Args:
         given: The user's prompts, of which each round takes some. If empty, prompts are random tokens.
-        drawn: Number of tokens sampled so far. A round has no more prompts than the rest of `sizes.tokens` needs.
+        sampled: Number of tokens sampled so far. A round has no more prompts than the rest of `sizes.tokens` needs.
     """
-    draw, number, taken = random.Random(request.seed), 0, 0
+    generator, number, taken = random.Random(request.seed), 0, 0
     while True:
         response = max(1, sizes.response // LENGTHS[number % len(LENGTHS)])
-        count = sizes.prompts(response, drawn())
+        count = sizes.prompts(response, sampled())
         if given:
             prompts = [given[(taken + i) % len(given)] for i in range(count)]
             taken += count
         else:
-            prompts = _prompts(draw, count, sizes.prompt, vocabulary)
+            prompts = _prompts(generator, count, sizes.prompt, vocabulary)
         # A few random stop tokens, in addition to the limit, make responses end at different steps.
-        stops = frozenset(draw.sample(range(vocabulary), max(1, vocabulary // (2 * response))))
+        stops = frozenset(generator.sample(range(vocabulary), max(1, vocabulary // (2 * response))))
         sampling = SamplingParams(SAMPLES, request.seed + number, response, request.truncation, (), stops)
         yield Round([Prompt(i, ids, "") for i, ids in enumerate(prompts)], sampling)
         number += 1
 
 
-def _prompts(draw: random.Random, count: int, longest: int, vocabulary: int) -> list[list[int]]:
+def _prompts(generator: random.Random, count: int, longest: int, vocabulary: int) -> list[list[int]]:
     """Return random prompts. Lengths around KV page boundaries come first, then any; some prompts extend another
     one.
     """
     edges = [length for length in (1, longest, PAGE, PAGE + 1, PAGE - 1, 2 * PAGE + 3) if length <= longest]
     found: list[list[int]] = []
     for i in range(count):
-        length = edges[i] if i < len(edges) else round(longest ** draw.random())
+        length = edges[i] if i < len(edges) else round(longest ** generator.random())
         start = max(found, key=len)[: length - 1] if i % 4 == 3 else []
-        found.append(start + [draw.randrange(vocabulary) for _ in range(length - len(start))])
-    draw.shuffle(found)
+        found.append(start + [generator.randrange(vocabulary) for _ in range(length - len(start))])
+    generator.shuffle(found)
     return found

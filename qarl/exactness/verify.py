@@ -61,21 +61,21 @@ class Check:
     def take(self, one: Round) -> None:
         """Sample a round and compare it."""
         begin = time.perf_counter()
-        drawn = SampledRound.of(one, self.engine.sample(one))
+        sampled = SampledRound.of(one, self.engine.sample(one))
         middle = time.perf_counter()
-        learned = [values for batch in self._batches(drawn) for values in self._learned(drawn, batch)]
-        tokens = sum(map(len, drawn.responses))
+        learned = [values for batch in self._batches(sampled) for values in self._learned(sampled, batch)]
+        tokens = sum(map(len, sampled.responses))
         self._seconds.append((tokens, middle - begin, time.perf_counter() - middle))
-        pairs = list(zip(drawn.logprobs, learned, strict=True))
+        pairs = list(zip(sampled.logprobs, learned, strict=True))
         unequal = [(a != b).nonzero()[:, 0].tolist() for a, b in pairs]  # NaN is equal to nothing
-        places = [(len(drawn.prompts[r]) + ts[0], r, ts[0]) for r, ts in enumerate(unequal) if ts]
+        places = [(len(sampled.prompts[r]) + ts[0], r, ts[0]) for r, ts in enumerate(unequal) if ts]
         largest = max(float((a - b).abs().nan_to_num(float("inf")).max()) for a, b in pairs)
         found = self.found
         self.found = replace(
             found,
             tokens=found.tokens + tokens,
             responses=found.responses + len(pairs),
-            longest=max([found.longest, *(len(p) + len(r) for p, r in self._sequences(drawn))]),
+            longest=max([found.longest, *(len(p) + len(r) for p, r in self._sequences(sampled))]),
             preemptions=self.engine.preemptions,
             differing=found.differing + sum(map(len, unequal)),
             largest=max(found.largest, largest),
@@ -84,78 +84,78 @@ class Check:
         )
         if places and self.first is None:
             _, response, token = min(places)  # the one with the shortest context
-            self.first = drawn, response, token
-            self._note_first(drawn, response, token, learned[response])
+            self.first = sampled, response, token
+            self._note_first(sampled, response, token, learned[response])
 
     def trace(self) -> None:
         """Sample the round of the first difference again, and find the operation at which the forwards diverge."""
         assert self.first is not None and self.found.first is not None, "nothing differed"
-        drawn, response, token = self.first
-        prompt, own = drawn.prompts[response], drawn.responses[response]
+        sampled, response, token = self.first
+        prompt, own = sampled.prompts[response], sampled.responses[response]
         sequence = [*prompt, *own[:token]]  # context of the token
         learner, sampler = Tracer(sequence), Tracer(sequence)
-        again, redrawn = self._traced(drawn, response, learner, sampler)
+        again, resampled = self._traced(sampled, response, learner, sampler)
         place = first_difference(learner.found, sampler.found)
-        same = redrawn.responses[response][: token + 1] == own[: token + 1]
-        differs = same and _reported(redrawn, response, token) != float(again[token])
+        same = resampled.responses[response][: token + 1] == own[: token + 1]
+        differs = same and _reported(resampled, response, token) != float(again[token])
         if place is None and differs:
             place = FirstDifference(len(sequence) - 1, None, "head")
-        untraced = None if place is not None else SampledRound.of(drawn.round, self.engine.sample(drawn.round))
+        untraced = None if place is not None else SampledRound.of(sampled.round, self.engine.sample(sampled.round))
         repeats = untraced is not None and _reported(untraced, response, token) == self.found.first.sampler
         note = _explained(place is not None, same, float(again[token]) == self.found.first.learner, repeats)
         first = replace(self.found.first, place=None if place is None else str(place), note=note)
         if place is not None:
             first = replace(first, layer=place.layer, operation=place.operation, operation_position=place.position)
             if place.operation != "head":
-                first = replace(first, **self._values(drawn, response, sequence, place))
+                first = replace(first, **self._values(sampled, response, sequence, place))
         self.found = replace(self.found, first=first)
 
     def _traced(
-        self, drawn: SampledRound, response: int, learner: Tracer, sampler: Tracer
+        self, sampled: SampledRound, response: int, learner: Tracer, sampler: Tracer
     ) -> tuple[Tensor, SampledRound]:
         """Return the learner's log-probs of the response, and the round sampled again; both are traced."""
-        batch = next(batch for batch in self._batches(drawn) if response in batch)
+        batch = next(batch for batch in self._batches(sampled) if response in batch)
         with self.policy.decoder.noting(learner):
-            again = self._learned(drawn, batch, learner)[batch.index(response)]
-        redrawn = SampledRound.of(drawn.round, self.engine.trace(drawn.round, sampler))
+            again = self._learned(sampled, batch, learner)[batch.index(response)]
+        resampled = SampledRound.of(sampled.round, self.engine.trace(sampled.round, sampler))
         learner.settle()
         sampler.settle()
-        return again, redrawn
+        return again, resampled
 
     def _values(
-        self, drawn: SampledRound, response: int, sequence: list[int], place: FirstDifference
+        self, sampled: SampledRound, response: int, sequence: list[int], place: FirstDifference
     ) -> dict[str, Any]:
         """Return how many values of the row at `place` differ, and by how much: fields of `Difference`."""
         watched = place.step(len(self.policy.decoder.layers)), place.position
         learner, sampler = Tracer(sequence, watched), Tracer(sequence, watched)
-        self._traced(drawn, response, learner, sampler)
+        self._traced(sampled, response, learner, sampler)
         count, differing, largest = value_differences(learner, sampler)
         return {"values": count, "values_differing": differing, "values_largest": largest}
 
-    def _note_first(self, drawn: SampledRound, response: int, token: int, learned: Tensor) -> None:
-        prompt, sample = divmod(response, drawn.round.sampling.n)
+    def _note_first(self, sampled: SampledRound, response: int, token: int, learned: Tensor) -> None:
+        prompt, sample = divmod(response, sampled.round.sampling.n)
         first = Difference(
             round=len(self._seconds) - 1,
             prompt=prompt,
             sample=sample,
             token=token,
-            position=len(drawn.prompts[response]) + token,
-            token_id=drawn.responses[response][token],
-            sampler=float(drawn.logprobs[response][token]),
+            position=len(sampled.prompts[response]) + token,
+            token_id=sampled.responses[response][token],
+            sampler=float(sampled.logprobs[response][token]),
             learner=float(learned[token]),
         )
         self.found = replace(self.found, first=first)
 
     # --- the learner -------------------------------------------------------------------------------------------
 
-    def _sequences(self, drawn: SampledRound) -> Iterator[tuple[list[int], list[int]]]:
-        return zip(drawn.prompts, drawn.responses, strict=True)
+    def _sequences(self, sampled: SampledRound) -> Iterator[tuple[list[int], list[int]]]:
+        return zip(sampled.prompts, sampled.responses, strict=True)
 
-    def _batches(self, drawn: SampledRound) -> Iterator[list[int]]:
+    def _batches(self, sampled: SampledRound) -> Iterator[list[int]]:
         """Responses of one forward, in order."""
         batch: list[int] = []
         tokens = 0
-        for index, (prompt, response) in enumerate(self._sequences(drawn)):
+        for index, (prompt, response) in enumerate(self._sequences(sampled)):
             length = len(prompt) + len(response)
             if batch and tokens + length > BATCH_TOKENS[self._device]:
                 yield batch
@@ -164,13 +164,13 @@ class Check:
             tokens += length
         yield batch
 
-    def _learned(self, drawn: SampledRound, batch: list[int], tracer: Tracer | None = None) -> list[Tensor]:
+    def _learned(self, sampled: SampledRound, batch: list[int], tracer: Tracer | None = None) -> list[Tensor]:
         """The learner's log-probs of the batch's responses, (T_r,) each on the CPU."""
-        prompts, responses = ([x[i] for i in batch] for x in (drawn.prompts, drawn.responses))
+        prompts, responses = ([x[i] for i in batch] for x in (sampled.prompts, sampled.responses))
         if tracer is not None:
             tracer.expect(pack(prompts, responses).contexts(prompts, responses))
         with torch.no_grad():
-            truncation = drawn.round.sampling.truncation
+            truncation = sampled.round.sampling.truncation
             found = self.policy.logprobs(prompts, responses, truncation, CHUNK[self._device])[0]
         return list(found.cpu().split([len(response) for response in responses]))
 
@@ -180,9 +180,9 @@ class Check:
         return sum(row[0] for row in counted) / sum(float(row[part]) for row in counted)
 
 
-def _reported(drawn: SampledRound, response: int, token: int) -> float | None:
+def _reported(sampled: SampledRound, response: int, token: int) -> float | None:
     """Return the log-prob of a token; None if the response has ended before."""
-    values = drawn.logprobs[response]
+    values = sampled.logprobs[response]
     return float(values[token]) if token < len(values) else None
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qarl.errors import UserError
-from qarl.storage.disk import disk_errors, free_bytes, fsync_directory, remove_empty, require_output
+from qarl.storage.disk import disk_errors, fsync_directory, remove_empty, require_output
 
 
 def require_vacant(out: Path) -> None:
@@ -17,16 +17,6 @@ def require_vacant(out: Path) -> None:
     with disk_errors(out, place="OUT"):
         if out.exists() and any(out.iterdir()):
             raise UserError(f"{out}: exists and is not empty; remove it, or choose another OUT")
-
-
-def require_space(out: Path, needed: int) -> None:
-    """Raise UserError if the disk of `out` has less than `needed` bytes free."""
-    free = free_bytes(out.resolve().parent)
-    if free < needed:
-        raise UserError(
-            f"{out}: no space for the export ({needed:,} bytes needed, {free:,} free); free some space, or choose "
-            "another OUT, on another disk"
-        )
 
 
 @contextmanager

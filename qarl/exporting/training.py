@@ -3,14 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from qarl.config import Config, QuantConfig
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Record, checked
-from qarl.storage.runs import EVALUATIONS, RunRecord
+from qarl.storage.runs import EVALUATIONS, Interval, RunRecord, TaskScores
 from qarl.utils.averages import mean_of
 
 REGIMES = {
@@ -102,24 +100,15 @@ def _evaluations(path: Path, step: int, results: dict[str, Any]) -> list[tuple[s
             str(step),
             str(task.prompts),
             f"avg@{task.samples} {_interval(task.avg)}",
-            ", ".join(f"pass@{k} {_interval(value)}" for k, value in task.passed.items()),
+            ", ".join(f"pass@{k} {_interval(value)}" for k, value in task.passes.items()),
         )
         for task in tasks
     ]
 
 
-class _Interval(Record):
-    mean: float | None
-    low: float | None
-    high: float | None
-
-
-class _Task(Record):
-    name: str
+class _Task(TaskScores):
     prompts: int
     samples: int
-    avg: _Interval
-    passed: dict[str, _Interval] = Field(alias="pass")
 
 
 class _Results(Record):
@@ -128,8 +117,8 @@ class _Results(Record):
     tasks: list[_Task]
 
 
-def _interval(value: _Interval) -> str:
-    return f"{_number(value.mean)} ({_number(value.low)} to {_number(value.high)})"
+def _interval(value: Interval | None) -> str:
+    return "unknown" if value is None else f"{_number(value.mean)} ({_number(value.low)} to {_number(value.high)})"
 
 
 def _number(value: float | None) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
-from qarl.exporting.staging import require_space, staged
+from qarl.exporting.staging import staged
 from qarl.inference.export_record import FORMAT_VERSION, RECORD, Prompting
 from qarl.inference.masters import Masters
 from qarl.inference.opening import require_codes, same_codes_expected
@@ -22,7 +22,7 @@ from qarl.inputs.json import body_digest
 from qarl.inputs.schema import FileDigest
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_tokenizer, saved_tokenizer_class
-from qarl.storage.disk import disk_errors
+from qarl.storage.disk import disk_errors, require_free
 from qarl.storage.model_directory import (
     DOCUMENT_BYTES,
     RECORD_BYTES,
@@ -79,7 +79,7 @@ def export_checkpoint(
         name_older_class(tokenizer, directory, saved_tokenizer_class(target.model))
         tokenizer_files = {str(path.relative_to(directory)): FileDigest.of(path) for path in files_in(directory)}
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
-        require_space(out, needed)
+        require_free(out, needed, "the export", "free some space, or choose another OUT, on another disk")
         with disk_errors(out, needed, place="OUT"):
             written = _write_tensors(
                 directory, shards, masters.forms(target.quant, dtype), unpacked, lambda done: progress(done, total)

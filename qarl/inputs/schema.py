@@ -34,6 +34,9 @@ Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Bytes = Annotated[int, Field(ge=0, lt=2**63)]
 STEP_LIMIT = 10**9  # training steps: more than any run takes, and sums of them do not overflow
 Step = Annotated[int, Field(ge=0, le=STEP_LIMIT)]
+Count = Annotated[int, Field(ge=0, lt=2**53)]
+NUMBER_LIMIT = 1e100  # far above any real value; squares and sums of such values stay finite
+Number = Annotated[float, Field(ge=-NUMBER_LIMIT, le=NUMBER_LIMIT)]
 
 
 class FileDigest(Record):

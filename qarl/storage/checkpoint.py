@@ -25,7 +25,7 @@ from typing import Any
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import on_first, together
 from qarl.errors import UserError
-from qarl.storage.disk import disk_errors, free_bytes, fsync_directory
+from qarl.storage.disk import disk_errors, fsync_directory, require_free
 from qarl.storage.leftovers import delete, hidden, remove_abandoned
 from qarl.storage.loading import Checkpoint, CheckpointDamaged, load_checkpoint
 from qarl.storage.names import checkpoint_steps, step_name
@@ -92,7 +92,8 @@ class CheckpointStore:
         files = plan_files(pieces, ranks.rank, ranks.count)
 
         def begin() -> None:
-            self._require_space(final, needed)
+            fix = "free some space, set train.run_dir to another disk, or lower checkpoint.keep_last"
+            require_free(final, needed, "a checkpoint", fix)
             with disk_errors(final, needed):
                 self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
                 if final.exists():  # not of the history that this run continues: see `discard_after`
@@ -156,14 +157,6 @@ class CheckpointStore:
 
         on_first(self.ranks, discard)
         return newer
-
-    def _require_space(self, final: Path, needed: int) -> None:
-        free = free_bytes(self.directory)
-        if free < needed:
-            raise UserError(
-                f"{final}: no space for a checkpoint ({needed:,} bytes needed, {free:,} free); free some space, set "
-                "train.run_dir to another disk, or lower checkpoint.keep_last"
-            )
 
     def _link_latest(self, step: int) -> None:
         link, latest = self.directory / ".latest", self.directory / "latest"

@@ -52,14 +52,9 @@ def _differences(there: dict[str, Any], here: dict[str, Any]) -> Iterator[str]:
         if theirs and ours and isinstance(theirs, list) and isinstance(ours, list):
             yield from _differences(flatten(dict(enumerate(theirs)), key), flatten(dict(enumerate(ours)), key))
         else:
-            yield f"{key} is {_short(there, key)} there, {_short(here, key)} here"
+            shown = [short_json(values[key]) if key in values else "not set" for values in (there, here)]
+            yield f"{key} is {shown[0]} there, {shown[1]} here"
 
 
 def _may_differ(key: str) -> bool:
     return any(key.startswith(allowed) if allowed.endswith(".") else key == allowed for allowed in RESUMABLE_KEYS)
-
-
-def _short(values: dict[str, Any], key: str) -> str:
-    if key not in values:
-        return "not set"
-    return short_json(values[key])

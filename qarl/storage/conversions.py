@@ -22,7 +22,7 @@ from qarl.inputs.files import Unreadable, sha256_once
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_fault, reason_of
 from qarl.inputs.schema import FileDigest, FileName, Record, checked
-from qarl.storage.disk import free_bytes, fsync_directory
+from qarl.storage.disk import fsync_directory, require_free
 from qarl.storage.leftovers import delete, hidden, remove_abandoned
 
 FORMAT_VERSION = 1
@@ -75,7 +75,7 @@ def converted(
         key = _key(source, part, versions)
         if _intact(root / key):
             return root / key
-        _require_space(root, size)
+        require_free(root, size + SPARE_BYTES, "a converted model", "free some space")
         remove_abandoned(root)
         temporary = hidden(root, key)
         temporary.mkdir(mode=0o700)
@@ -111,12 +111,6 @@ def _report(error: Exception) -> None:
 def _key(source: Path, part: str, versions: dict[str, str]) -> str:
     made_from = {"format": FORMAT_VERSION, "source": sha256_once(source), "part": part, "versions": versions}
     return hashlib.sha256(json.dumps(made_from, sort_keys=True).encode()).hexdigest()
-
-
-def _require_space(root: Path, size: int) -> None:
-    free = free_bytes(root)
-    if free < size + SPARE_BYTES:
-        raise UserError(f"{root}: {size:,} bytes needed and {SPARE_BYTES:,} to spare, {free:,} free")
 
 
 def _root() -> Path:

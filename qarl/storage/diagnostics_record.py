@@ -6,12 +6,10 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from qarl.inputs.schema import Record, Step
+from qarl.inputs.schema import Count, Number, Record, Step
 
 FORMAT_VERSION = 1  # increased if an entry of the record changes its name or meaning
 
-Number = Annotated[float, Field(ge=-1e100, le=1e100)]  # squares and sums of such values are finite
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 Column = list[Number | None]
 
 

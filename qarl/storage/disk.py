@@ -20,6 +20,13 @@ def free_bytes(path: Path) -> int:
     return status.f_bavail * status.f_frsize
 
 
+def require_free(path: Path, needed: int, what: str, fix: str) -> None:
+    """Raise UserError if the file system of `path` has less than `needed` bytes free for `what`."""
+    free = free_bytes(path)
+    if free < needed:
+        raise UserError(f"{path}: no space for {what} ({needed:,} bytes needed, {free:,} free); {fix}")
+
+
 @contextmanager
 def disk_errors(path: Path, needed: int | None = None, place: str = "train.run_dir") -> Iterator[None]:
     """Turn an OSError of the body into a one-line UserError with path, reason, bytes needed and free, and fix.

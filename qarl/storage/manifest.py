@@ -40,12 +40,9 @@ class Manifest(Record):
     """Content of manifest.json. ranks: number of ranks that wrote the checkpoint."""
 
     step: Step
+    ranks: Annotated[int, Field(ge=1, lt=2**31)] = 1
     groups: dict[_Group, list[FileName]]
     files: dict[FileName, FileDigest]
-
-    @property
-    def ranks(self) -> int:
-        return 1
 
 
 class PiecesManifest(Manifest):
@@ -56,13 +53,8 @@ class PiecesManifest(Manifest):
         pieces: File to tensor name to [start, stop) in the flattened tensor.
     """
 
-    written_by: Annotated[int, Field(ge=1, lt=2**31, alias="ranks")]
     shapes: dict[_Group, dict[str, Annotated[list[Bytes], Field(max_length=64)]]]
     pieces: dict[FileName, dict[str, _Span]]
-
-    @property
-    def ranks(self) -> int:
-        return self.written_by
 
 
 def encode(body: Mapping[str, Any]) -> bytes:

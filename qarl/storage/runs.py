@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -15,10 +15,9 @@ from qarl.errors import UserError
 from qarl.inputs.files import NoSuchFile, Unreadable, read_lines, read_text
 from qarl.inputs.json import parse_json, read_json_object
 from qarl.inputs.paths import path_errors
-from qarl.inputs.schema import Record, Step
+from qarl.inputs.schema import NUMBER_LIMIT, Number, Record, Step
 from qarl.storage.lock import is_locked
 
-NUMBER_LIMIT = 1e100  # far above any real value; squares and sums of such values stay finite
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
 
@@ -38,28 +37,25 @@ class Metrics(Row):
     __pydantic_extra__: dict[str, float | str | None] = Field(init=False)
 
 
-Number = Annotated[float, Field(ge=-NUMBER_LIMIT, le=NUMBER_LIMIT)]
-
-
-class _Interval(Record):
+class Interval(Record):
     mean: Number | None
     low: Number | None = None
     high: Number | None = None
 
 
 class _Scores(Record):
-    avg: _Interval | None = None
-    passes: dict[str, _Interval] = Field({}, alias="pass")
+    avg: Interval | None = None
+    passes: dict[str, Interval] = Field({}, alias="pass")
 
 
-class _TaskScores(_Scores):
+class TaskScores(_Scores):
     name: str
 
 
 class Evaluation(Row):
     """A line of evaluations.jsonl. task_fingerprints: task -> SHA-256 of its prompts, answers and rewards."""
 
-    tasks: list[_TaskScores] = Field([])
+    tasks: list[TaskScores] = Field([])
     overall: _Scores | None = None
     task_fingerprints: dict[str, str] = Field({})
     held_out: dict[str, float] = Field({})

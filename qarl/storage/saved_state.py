@@ -11,9 +11,8 @@ from pydantic import Field
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
-from qarl.inputs.schema import Record, Sha256, checked
+from qarl.inputs.schema import Count, Record, Sha256, checked
 
-Count = Annotated[int, Field(ge=0, lt=2**53)]
 Digests = dict[str, dict[str, Sha256]]  # inputs of a run: model, reward, objective -> part -> SHA-256
 ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json -> dotted field -> resolved value
 

@@ -151,7 +151,7 @@ def test_a_refusing_disk_of_one_rank_leaves_only_the_previous_checkpoint(tmp_pat
 def test_the_first_rank_checks_the_space_of_all(tmp_path, monkeypatch):
     save(tmp_path, 3, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(module, "free_bytes", lambda path: 60_000)  # each rank's 17 kB would fit
+        patch.setattr("qarl.storage.disk.free_bytes", lambda path: 60_000)  # each rank's 17 kB would fit
         patch.setattr(module, "write_files", lambda *arguments, **options: pytest.fail("wrote"))
         first, *others = save(tmp_path, 3, 2)
     assert type(first) is UserError and "no space for a checkpoint (" in str(first) and "60,000 free" in str(first)

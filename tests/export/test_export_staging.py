@@ -8,7 +8,6 @@ from full_disk import fill_disk
 from tiny_exports import TinyRun, entries, save_run
 
 from qarl.errors import UserError
-from qarl.exporting import staging
 from qarl.exporting.staging import require_vacant
 
 
@@ -18,7 +17,7 @@ def run(tiny_model, tmp_path) -> TinyRun:
 
 
 def test_too_little_space_is_refused_before_a_tensor_is_written(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(staging, "free_bytes", lambda path: 20_000)
+    monkeypatch.setattr("qarl.storage.disk.free_bytes", lambda path: 20_000)
     monkeypatch.setattr("qarl.exporting.writer._write_tensors", lambda *arguments: pytest.fail("wrote"))
     with pytest.raises(UserError, match=r"no space for the export \([\d,]+ bytes needed, 20,000 free\); .*another OUT"):
         run.export(tmp_path / "out")

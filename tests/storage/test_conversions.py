@@ -108,9 +108,9 @@ def test_a_full_disk_is_reported_once_and_leaves_nothing(kept, monkeypatch, capl
 
 
 def test_nothing_is_converted_if_the_disk_has_no_space(kept, monkeypatch, caplog):
-    monkeypatch.setattr(module, "free_bytes", lambda path: module.SPARE_BYTES + 99)
+    monkeypatch.setattr("qarl.storage.disk.free_bytes", lambda path: module.SPARE_BYTES + 99)
     assert kept.convert(size=100) is None and kept.reads == 0
-    assert "100 bytes needed" in warnings(caplog)[0]
+    assert f"{module.SPARE_BYTES + 100:,} bytes needed" in warnings(caplog)[0]
     assert kept.convert(size=99) is not None
 
 
