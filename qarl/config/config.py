@@ -234,10 +234,11 @@ class Config(Section):
         pool = self.rollout.kv_cache_tokens
         if pool is not None and pool < self.max_sequence_length:
             yield self.fault("rollout.kv_cache_tokens", f"must hold one full sequence: {lengths} or more")
-        elif pool is not None and self._whole_pages(pool) < self.max_sequence_length:
-            text = f"its whole pages of {KV_PAGE} tokens must hold one full sequence: {lengths}"
-            need = -(-self.max_sequence_length // KV_PAGE) * KV_PAGE
-            yield self.fault("rollout.kv_cache_tokens", f"{text}; must be {need} or more")
+        elif pool is not None and self.rollout.engine == "native":
+            need = -(-self.max_sequence_length // KV_PAGE) * KV_PAGE  # a partial page at the end cannot be used
+            if pool < need:
+                text = f"its whole pages of {KV_PAGE} tokens must hold one full sequence: {lengths}"
+                yield self.fault("rollout.kv_cache_tokens", f"{text}; must be {need} or more")
         if self.rollout.engine == "vllm":
             yield from self._vllm_faults()
         if self.rollout.asynchronous is not None:
@@ -336,10 +337,6 @@ class Config(Section):
             yield self.fault("quant.backward", f"{text}; use bf16")
         if self.diagnostics.backward_every:
             yield self.fault("diagnostics.backward_every", f"{text}; must be 0")
-
-    def _whole_pages(self, pool: int) -> int:
-        """Tokens in whole pages of a KV pool; the sampler cannot use the rest."""
-        return pool // KV_PAGE * KV_PAGE if self.rollout.engine == "native" else pool
 
     def _size_faults(self) -> Iterator[Fault]:
         """Products of sizes that exceed a limit although each size is valid."""
