@@ -19,14 +19,13 @@ from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
-from qarl.inputs.paths import user_path
+from qarl.inputs.paths import AnyPath, user_path
 from qarl.types import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
 from qarl.utils.threads import wait_politely
 
 if TYPE_CHECKING:
     from qarl.inference.target import Target
 
-AnyPath = str | os.PathLike[str]
 Device = Literal["auto", "cpu", "cuda"]
 
 

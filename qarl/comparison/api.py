@@ -9,11 +9,10 @@ from qarl.config.quant import Init, KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
-from qarl.inputs.paths import user_path
+from qarl.inputs.paths import AnyPath, user_path
 from qarl.types import ComparisonResult
 from qarl.utils.threads import wait_politely
 
-AnyPath = str | os.PathLike[str]
 OFFLINE_TOKENS = 4096  # tokens of text in an offline comparison
 Names = Sequence[str] | str  # a list, or comma-separated as on the command line
 

@@ -10,8 +10,9 @@ from typing import Any
 from qarl.config.config import Config
 from qarl.config.load import make_config, read_yaml
 from qarl.config.yaml_io import parse_yaml
+from qarl.inputs.paths import AnyPath
 
-ConfigSource = str | os.PathLike[str] | Mapping[str, Any] | Config
+ConfigSource = AnyPath | Mapping[str, Any] | Config
 Overrides = Sequence[str] | Mapping[str, Any]
 
 UNNAMED = "runs/unnamed"  # run directory of a configuration that has neither a file nor train.run_dir

@@ -187,15 +187,14 @@ class ChatTemplate:
         try:
             text = self._whole(messages, arguments, opens=final is None, continues=final is not None)
         except ValueError as error:
-            if not str(error).startswith(
-                "continue_final_message"
-            ):  # raised by transformers: the text is not in the result
+            if not str(error).startswith("continue_final_message"):  # of transformers: the text is not in the result
                 raise
             raise ValueError(_CHANGED) from error
         # transformers looks for the text anywhere: an earlier message with the same text hides that it was dropped.
         if final is not None and not text.rstrip().endswith(final["content"].strip()):
             raise ValueError(_CHANGED)
-        return _with_system(messages, text)
+        _require_system(messages, text)
+        return text
 
     def _split(self, item: tuple[Conversation, Arguments]) -> str:
         """`split` of one conversation, as JSON. Runs in the limited child process."""
@@ -214,7 +213,7 @@ class ChatTemplate:
                 pieces, done = [], ""
             pieces += [(before[len(done) :], False), (after[len(before) :], True)]
             done = after
-        _with_system(messages[: turns[-1] + 1], done)
+        _require_system(messages[: turns[-1] + 1], done)
         return json.dumps(pieces)
 
     def _whole(
@@ -246,14 +245,13 @@ class ChatTemplate:
         return visible(str(self.tokenizer.name_or_path)) or "the tokenizer"
 
 
-def _with_system(messages: Sequence[Message], text: str) -> str:
-    """Return the rendered text. Raises ValueError if it lacks a system message, as with templates without that role."""
+def _require_system(messages: Sequence[Message], text: str) -> None:
+    """Raise ValueError if the rendered text lacks a system message, as with templates without that role."""
     for message in messages:
         if message["role"] == "system" and (message["content"] or "").strip() not in text:
             raise ValueError(
                 "it drops or changes the system message; leave that out, or put its text into the user's message"
             )
-    return text
 
 
 def uses_time(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -18,7 +18,7 @@ from qarl.inference.generate import GenerateOptions, render
 from qarl.inference.opening import context_of, open_policy
 from qarl.inference.target import Target
 from qarl.inputs.files import Unreadable, read_text
-from qarl.inputs.paths import user_path
+from qarl.inputs.paths import AnyPath, user_path
 from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.terminal.noise import quiet_libraries
@@ -32,7 +32,7 @@ def check_exactness(
     target: Target,
     request: Request,
     engine: EngineName,
-    prompts: str | os.PathLike[str] | Sequence[str] | None,
+    prompts: AnyPath | Sequence[str] | None,
     device: str,
     say: Callable[[str], None],
 ) -> Exactness:
@@ -89,7 +89,7 @@ def _place_of_log() -> Iterator[Path]:
     shutil.rmtree(place, ignore_errors=True)
 
 
-def _texts(prompts: str | os.PathLike[str] | Sequence[str]) -> list[str]:
+def _texts(prompts: AnyPath | Sequence[str]) -> list[str]:
     """Return the prompts; from a file one per line, without blank lines. Raises UserError if there are none."""
     place = "--prompts"
     if isinstance(prompts, str | os.PathLike):

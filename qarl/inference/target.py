@@ -19,7 +19,7 @@ from qarl.config.quant import OF_TRAINING, Init
 from qarl.config.weight_files import CONFIG, stored_format
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord, Prompting, read_export_record
-from qarl.inputs.paths import path_errors, user_path
+from qarl.inputs.paths import AnyPath, path_errors, user_path
 from qarl.inputs.tensors import StoredTensor, stored_tensors
 from qarl.storage.names import checkpoint_steps, step_name, step_of
 from qarl.storage.runs import read_run_config
@@ -78,7 +78,7 @@ def given(**quant: Any) -> dict[str, Any]:
 
 
 def calibration_keys(
-    method: str, source: str | os.PathLike[str] | None, samples: int | None, option: str = "--method"
+    method: str, source: AnyPath | None, samples: int | None, option: str = "--method"
 ) -> dict[str, Any]:
     """Return `quant.init` and `quant.calibration`, from options. option: that of the method.
 

@@ -9,13 +9,14 @@ from pathlib import Path
 from qarl.errors import MACHINE_FIXES, UserError
 from qarl.utils.text import visible
 
+AnyPath = str | os.PathLike[str]
 NAME_BYTES = 255  # limit per component on every common file system
 PATH_BYTES = 4095  # Linux' PATH_MAX without the closing NUL
 
 _SHOWN = 80  # characters of a path in a message
 
 
-def path_fault(text: str | os.PathLike[str], home: bool = True) -> str | None:
+def path_fault(text: AnyPath, home: bool = True) -> str | None:
     """Return why `text` is not a valid path, or names the home of an unknown user; None if it is valid.
 
     home: Whether to look up the user of `~name`, which may exist only on another machine.
@@ -42,7 +43,7 @@ def path_fault(text: str | os.PathLike[str], home: bool = True) -> str | None:
     return None
 
 
-def user_path(text: str | os.PathLike[str], place: str) -> Path:
+def user_path(text: AnyPath, place: str) -> Path:
     """Validate a path that a user typed and expand `~`. Does not check whether it exists.
 
     place: The option or key, for the message. Raises UserError for an invalid path.
@@ -52,7 +53,7 @@ def user_path(text: str | os.PathLike[str], place: str) -> Path:
     return Path(text).expanduser()
 
 
-def shown_path(path: str | os.PathLike[str]) -> str:
+def shown_path(path: AnyPath) -> str:
     """Format a path for a message on one line; a long one is shortened in the middle."""
     text = visible(os.fspath(path))
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]}"

@@ -90,9 +90,8 @@ class Worker:
         self._socket, child = socket.socketpair()
         self._socket.setblocking(False)
         self._printed, prints = os.pipe()
-        life, self._lifeline = (
-            os.pipe()
-        )  # never written; one pipe per worker, because only one process is notified of its end
+        # Never written. One pipe per worker, because only one process is notified of its end.
+        life, self._lifeline = os.pipe()
         os.set_blocking(self._printed, False)
         try:
             self._process = subprocess.Popen(

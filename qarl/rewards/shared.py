@@ -59,9 +59,8 @@ def gather_results(own: RewardResult, ranks: Ranks, max_failed_frac: float, plac
     if ranks.count == 1:
         return own
     found = RewardResult.joined([RewardResult(**one) for one in ranks.gather(asdict(own))])
-    together(
-        ranks, lambda: judge(found, max_failed_frac, place)
-    )  # deterministic, but `together` propagates the error to all ranks
+    # Deterministic, but `together` propagates the error to all ranks.
+    together(ranks, lambda: judge(found, max_failed_frac, place))
     return found
 
 
