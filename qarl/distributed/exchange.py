@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,19 +16,12 @@ from qarl.distributed.packed import Layout
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # name up to torch 2.12
 
 
-class Pending(ABC):
-    """An asynchronous transfer of rows. Its inputs stay in memory until the single call of `rows`."""
-
-    @abstractmethod
-    def rows(self) -> Tensor:
-        """Wait and return the rows, contiguous and in their own memory. The input tensor may be reused afterwards.
-
-        On a GPU the current stream waits, not the host. It must be the stream that produced the input tensors.
-        """
-
-
 class Exchange(ABC):
     """Collectives of one run on its device. All ranks call the same ones in the same order.
+
+    `begin_sums` and `begin_gathers` return functions that wait for the result, each to be called once. Until then they
+    keep the tensors in memory that messages read and write. On a GPU the current stream waits, not the host. It must be
+    the stream that produced the input tensors.
 
     Attributes:
         rank: Rank of this process.
@@ -38,43 +32,48 @@ class Exchange(ABC):
     count: int
 
     @abstractmethod
-    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Callable[[], Tensor]]:
         """Start a reduce-scatter of several tensors in one message. The sum is in rank order.
 
         Computes ((first + second) + third) + ... in float32, so every transport gives the same bits. The tensors must
-        not change until `rows` was called on all results.
+        not change until all results were waited for.
 
         Args:
             tensors: Float32, contiguous, (N, ...) each.
             cuts: For each tensor the rows that each rank gets, in order. They cover N; some may be empty.
 
         Returns:
-            This rank's rows of each sum.
+            For each tensor a function that returns this rank's rows of the sum, contiguous and in their own memory.
         """
 
     def gather_rows(self, own: Tensor, cut: Sequence[range]) -> Tensor:
         """Blocking `begin_gathers` of one tensor into a new one."""
-        return self.begin_gathers([own], [cut], [own.new_empty(cut[-1].stop, *own.shape[1:])])[0].rows()
+        out = own.new_empty(cut[-1].stop, *own.shape[1:])
+        self.begin_gathers([own], [cut], [out])()
+        return out
 
     @abstractmethod
     def begin_gathers(
         self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
-    ) -> list[Pending]:
+    ) -> Callable[[], None]:
         """Start an all-gather of the rows of several tensors, of any dtypes, in one message.
 
         Args:
-            own: This rank's rows of each tensor, (len(cut[rank]), ...), contiguous. Must not change until `rows` was
-                called on all results.
+            own: This rank's rows of each tensor, (len(cut[rank]), ...), contiguous. Must not change until the
+                result was waited for.
             cuts: For each tensor the rows of `out` that each rank fills, in order. Some may be empty; rows that belong
                 to no rank are left unchanged.
-            outs: Contiguous destinations (N, ...), returned by `rows`.
+            outs: Contiguous destinations (N, ...).
+
+        Returns:
+            A function that waits until all `outs` are complete.
         """
 
     @abstractmethod
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         """Send tensors to ranks and receive tensors from ranks, all contiguous, excluding this rank itself.
 
-        The sends of one rank to another must match that rank's receives, in the same order. Waits like `Pending.rows`.
+        The sends of one rank to another must match that rank's receives, in the same order. Waits for all of them.
         """
 
     @abstractmethod
@@ -85,30 +84,20 @@ class Exchange(ABC):
         """
 
 
-class _Rows(Pending):
-    """Rows that are already available."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self._rows = rows
-
-    def rows(self) -> Tensor:
-        return self._rows
-
-
 class SingleProcessExchange(Exchange):
     """Exchange of a single process, which holds all rows."""
 
     rank, count = 0, 1
 
-    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
-        return [_Rows(tensor.clone()) for tensor in tensors]
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Callable[[], Tensor]]:
+        return [tensor.clone for tensor in tensors]
 
     def begin_gathers(
         self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
-    ) -> list[Pending]:
+    ) -> Callable[[], None]:
         for rows, (place,), out in zip(own, cuts, outs, strict=True):
             out[place.start : place.stop].copy_(rows)
-        return [_Rows(out) for out in outs]
+        return lambda: None
 
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         return
@@ -137,7 +126,7 @@ class GroupExchange(Exchange):
         self._group = process_group
         self._others = [other for other in range(count) if other != rank]
 
-    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts: Sequence[Sequence[range]]) -> list[Callable[[], Tensor]]:
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, Tensor]] = []
         parts: list[list[Tensor]] = []
@@ -149,12 +138,12 @@ class GroupExchange(Exchange):
             parts.append([own if other == self.rank else torch.empty_like(own) for other in range(self.count)])
             sends += [(other, rows[other]) for other in self._others]
             receives += [(other, parts[-1][other]) for other in self._others]
-        messages = self._begin(sends, receives)
-        return [_Sum(messages, some, self.rank) for some in parts]
+        works = self._begin(sends, receives)
+        return [partial(_sum, works, some, self.rank) for some in parts]
 
     def begin_gathers(
         self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
-    ) -> list[Pending]:
+    ) -> Callable[[], None]:
         for rows, cut, out in zip(own, cuts, outs, strict=True):
             assert out.is_contiguous() and len(cut) == self.count and cut[-1].stop <= len(out), (
                 f"{cut} does not fill a contiguous tensor {tuple(out.shape)} for {self.count} ranks"
@@ -164,46 +153,43 @@ class GroupExchange(Exchange):
                 f"{rows.dtype} {tuple(rows.shape)} are not rows {cut[self.rank]} of {out.dtype} {tuple(out.shape)}"
             )
         if not own:
-            return []
+            return lambda: None
         widths = [out.itemsize * math.prod(out.shape[1:]) for out in outs]
-        if len(own) == 1 and (messages := self._begin_in_place(own[0], cuts[0], outs[0])) is not None:
-            return [_Gathered(messages, own[0], outs[0])]
+        if len(own) == 1 and (works := self._begin_in_place(own[0], cuts[0], outs[0])) is not None:
+            return partial(_wait, works, *own, *outs)
         layout = Layout(cuts, widths)
         message = layout.pack(own, self.rank)
         if layout.even:
             arrived = message.new_empty(self.count * len(message))
-            messages = self._all_gather(arrived, message)
+            works = self._all_gather(arrived, message)
         else:
             arrived = message.new_empty(sum(layout.sizes))
             slots = arrived.split(layout.sizes)
             slots[self.rank].copy_(message)
             sends = [(other, message) for other in self._others]
-            messages = self._begin(sends, [(other, slots[other]) for other in self._others])
-        unpacking = _Unpacking(messages, layout, own, message, arrived, outs)
-        return [_Unpacked(unpacking, out) for out in outs]
+            works = self._begin(sends, [(other, slots[other]) for other in self._others])
+        return partial(_unpack, works, layout, arrived, outs, message, *own)
 
-    def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor) -> _Messages | None:
+    def _begin_in_place(self, own: Tensor, cut: Sequence[range], out: Tensor) -> list[dist.Work] | None:
         """Start to gather one tensor in place; None if its rows must be moved afterwards."""
         if any(len(rows) != len(cut[0]) for rows in cut):
             places = [_bytes(out[rows.start : rows.stop]) for rows in cut]
             sends = [(other, _bytes(own)) for other in self._others]
-            messages = self._begin(sends, [(other, places[other]) for other in self._others])
+            works = self._begin(sends, [(other, places[other]) for other in self._others])
             places[self.rank].copy_(_bytes(own))
-            return messages
+            return works
         if cut[-1].stop - cut[0].start != self.count * len(own):
             return None
         return self._all_gather(_bytes(out[cut[0].start : cut[-1].stop]), _bytes(own))
 
-    def _all_gather(self, out: Tensor, own: Tensor) -> _Messages:
-        if not own.numel():
-            return _Messages([])
-        return _Messages([_all_gather(out, own, group=self._group, async_op=True)])
+    def _all_gather(self, out: Tensor, own: Tensor) -> list[dist.Work]:
+        return [_all_gather(out, own, group=self._group, async_op=True)] if own.numel() else []
 
     def move(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> None:
         out, into = (
             [(other, _bytes(tensor)) for other, tensor in pairs if other != self.rank] for pairs in (sends, receives)
         )
-        self._begin(out, into).wait()
+        _wait(self._begin(out, into))
 
     def largest(self, tensor: Tensor) -> Tensor:
         assert tensor.dtype == torch.float32, f"need float32, got {tensor.dtype}"
@@ -219,7 +205,7 @@ class GroupExchange(Exchange):
         )
         return [tensor[rows.start : rows.stop] for rows in cut]
 
-    def _begin(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> _Messages:
+    def _begin(self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, Tensor]]) -> list[dist.Work]:
         """Start sends and receives of (other rank, tensor), batched into one launch on a GPU.
 
         Between two ranks tensors arrive in the order in which they are sent.
@@ -230,77 +216,32 @@ class GroupExchange(Exchange):
             for other, tensor in pairs
             if tensor.numel()
         ]
-        return _Messages(dist.batch_isend_irecv(operations) if operations else [])
+        return dist.batch_isend_irecv(operations) if operations else []
 
 
-class _Messages:
-    """Messages in flight."""
-
-    def __init__(self, works: Sequence[dist.Work]) -> None:
-        self._works = works
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
-        self._works = ()
+def _wait(works: list[dist.Work], *kept: Tensor) -> None:
+    """Wait for messages, for each of them once. kept: tensors that the messages read and write until then."""
+    while works:
+        works.pop(0).wait()
 
 
-class _Sum(Pending):
-    def __init__(self, messages: _Messages, parts: list[Tensor], rank: int) -> None:
-        self._messages, self._parts, self._rank = messages, parts, rank
-
-    def rows(self) -> Tensor:
-        self._messages.wait()
-        parts, self._parts = self._parts, []
-        if len(parts) == 1:
-            return parts[0].clone()
-        total = parts[1 if self._rank == 0 else 0]  # received; the own rows are the caller's
-        torch.add(parts[0], parts[1], out=total)
-        for part in parts[2:]:
-            total.add_(part)
-        return total
+def _sum(works: list[dist.Work], parts: list[Tensor], rank: int) -> Tensor:
+    """Wait for the other ranks' rows, and add them to this rank's in rank order."""
+    _wait(works)
+    if len(parts) == 1:
+        return parts[0].clone()
+    total = parts[1 if rank == 0 else 0]  # received; the own rows are the caller's
+    torch.add(parts[0], parts[1], out=total)
+    for part in parts[2:]:
+        total.add_(part)
+    parts.clear()  # frees the other ranks' rows
+    return total
 
 
-class _Gathered(Pending):
-    def __init__(self, messages: _Messages, own: Tensor, out: Tensor) -> None:
-        self._messages, self._own, self._out = messages, own, out
-
-    def rows(self) -> Tensor:
-        self._messages.wait()
-        out = self._out
-        del self._own, self._out  # kept alive until now for the messages that read and wrote them
-        return out
-
-
-class _Unpacking:
-    """A message with rows of several tensors, unpacked once."""
-
-    def __init__(
-        self,
-        messages: _Messages,
-        layout: Layout,
-        own: Sequence[Tensor],
-        message: Tensor,
-        arrived: Tensor,
-        outs: Sequence[Tensor],
-    ) -> None:
-        self._messages, self._layout, self._outs = messages, layout, outs
-        self._held: tuple[Sequence[Tensor], Tensor, Tensor] | None = (own, message, arrived)  # what messages use
-
-    def wait(self) -> None:
-        if self._held is not None:
-            self._messages.wait()
-            self._layout.unpack(self._held[-1], self._outs)
-            self._held = None
-
-
-class _Unpacked(Pending):
-    def __init__(self, unpacking: _Unpacking, out: Tensor) -> None:
-        self._unpacking, self._out = unpacking, out
-
-    def rows(self) -> Tensor:
-        self._unpacking.wait()
-        return self._out
+def _unpack(works: list[dist.Work], layout: Layout, arrived: Tensor, outs: Sequence[Tensor], *kept: Tensor) -> None:
+    """Wait for all ranks' messages, and copy their rows. kept: see `_wait`."""
+    _wait(works)
+    layout.unpack(arrived, outs)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from qarl_formats.rows import concatenate_rows
 from torch import Tensor, nn
 
-from qarl.distributed.exchange import Exchange, Pending
+from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.policy import Policy
 
@@ -132,7 +132,7 @@ class RowSums(Rounds):
         self._plan, self._exchange = plan, exchange
         self._sums: dict[Block, Tensor] = {}
         self._rows = {block: [len(plan.cut(name)[exchange.rank]) for name in block] for block in plan.blocks}
-        self._flight: deque[list[tuple[Block, Tensor, Pending]]] = deque()
+        self._flight: deque[list[tuple[Block, Tensor, Callable[[], Tensor]]]] = deque()
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums and reset them.
@@ -163,7 +163,7 @@ class RowSums(Rounds):
     @torch.no_grad()
     def _land(self) -> None:
         for block, _, pending in self._flight.popleft():
-            rows, previous = pending.rows(), self._sums.get(block)
+            rows, previous = pending(), self._sums.get(block)
             self._sums[block] = rows if previous is None else previous.add_(rows)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from qarl_formats.rows import concatenate_rows
 from torch import Tensor
 
-from qarl.distributed.exchange import Exchange, Pending
+from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import Block, RowPlan
 from qarl.weight_sync.quantize import RUN_BYTES
 
@@ -30,7 +30,7 @@ class BucketedGather:
         self._exchange = exchange
         self._waiting: list[tuple[Tensor, Sequence[range], Tensor]] = []
         self._bytes = 0
-        self._under_way: deque[list[Pending]] = deque()
+        self._under_way: deque[Callable[[], None]] = deque()
 
     def add(self, own: Tensor, cut: Sequence[range], out: Tensor) -> None:
         """Add one tensor; arguments as for `Exchange.begin_gathers`. `out` is complete after `finish`."""
@@ -58,8 +58,7 @@ class BucketedGather:
             self._land()
 
     def _land(self) -> None:
-        for pending in self._under_way.popleft():
-            pending.rows()
+        self._under_way.popleft()()
 
 
 def own_rows(

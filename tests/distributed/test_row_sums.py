@@ -9,7 +9,7 @@ from qarl_kernels.launch import INTERPRETED
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 
-from qarl.distributed.exchange import Pending, SingleProcessExchange
+from qarl.distributed.exchange import SingleProcessExchange
 from qarl.distributed.rows import plan_of
 from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
@@ -29,7 +29,7 @@ class Watched(SingleProcessExchange):
         super().__init__()
         self.policy, self.begun = policy, []
 
-    def begin_sums(self, tensors: Sequence[Tensor], cuts) -> list[Pending]:
+    def begin_sums(self, tensors: Sequence[Tensor], cuts):
         assert all(tensor.is_contiguous() for tensor in tensors)
         self.begun.append((len(tensors), torch._C._current_graph_task_id() != -1))
         return super().begin_sums(tensors, cuts)

@@ -16,7 +16,7 @@ from torch import Tensor
 from whole_pieces import whole_pieces
 
 from qarl.config import Config
-from qarl.distributed.exchange import Pending, SingleProcessExchange
+from qarl.distributed.exchange import SingleProcessExchange
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.policy.load import load_model
 from qarl.policy.policy import Policy
@@ -41,14 +41,11 @@ class ThreadExchange(SingleProcessExchange):
     def __init__(self, ranks: Ranks) -> None:
         self.rank, self.count, self._ranks = ranks.rank, ranks.count, ranks
 
-    def begin_gathers(
-        self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]
-    ) -> list[Pending]:
-        pending = []
+    def begin_gathers(self, own: Sequence[Tensor], cuts: Sequence[Sequence[range]], outs: Sequence[Tensor]):
         for rows, cut, out in zip(own, cuts, outs, strict=True):
             for place, part in zip(cut, self._ranks.gather_tensors(rows), strict=True):
-                pending += super().begin_gathers([part], [[place]], [out])
-        return pending[:: self.count]
+                super().begin_gathers([part], [[place]], [out])
+        return lambda: None
 
     def largest(self, tensor: Tensor) -> Tensor:
         return torch.stack(self._ranks.gather_tensors(tensor)).amax(0)
