@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -116,13 +115,9 @@ def shared_tensors_digest(
 ) -> str:
     """Return `tensors_digest` of the model's weights, verified to be the same on all ranks. A collective.
 
-    Ranks that see the same files (`same_files`) divide the tensors among themselves. Ranks with other files hash all of
-    their own. Every machine thus reads and hashes the model once, and no rank trains on bytes that were not hashed.
-
-    Rejected alternatives: dividing the tensors among all ranks misses different weights on a second machine, because a
-    rank trains on rows of tensors that another rank hashed. Hashing each tensor on two ranks finds a difference only if
-    it is on one of the two. If each rank hashed all files, a machine with 8 ranks would hash the model 8 times. Names,
-    sizes and times of files prove nothing across machines.
+    Of the ranks that see the same files (`same_files`), the first one hashes them. Every machine thus reads and hashes
+    the model once, and no rank trains on bytes that were not hashed. Names, sizes and times of files prove nothing
+    across machines.
 
     Args:
         config: The model section.
@@ -135,16 +130,15 @@ def shared_tensors_digest(
     """
     stored = row_weights(config, ranks, quant)
     leaders = same_files(ranks, lambda: _weight_files(config, stored))
-    team = [rank for rank, leader in enumerate(leaders) if leader == leaders[ranks.rank]]
-    own = _share(shapes, len(team), team.index(ranks.rank))
+    hashes = leaders[ranks.rank] == ranks.rank
     if stored is None:  # a model that must be loaded as a whole
-        described = in_turn(ranks, lambda: _described(own, dict(load_model(config).named_parameters()).__getitem__))
+        own = in_turn(
+            ranks, lambda: _described(shapes, dict(load_model(config).named_parameters()).__getitem__) if hashes else {}
+        )
     else:
-        described = together(ranks, lambda: _described(own, stored.read))
-    teams: dict[int, Described] = {}
-    for leader, part in zip(leaders, ranks.gather(described), strict=True):
-        teams.setdefault(leader, {}).update(part)
-    found = [teams[leader] for leader in leaders]
+        own = together(ranks, lambda: _described(shapes, stored.read) if hashes else {})
+    every = ranks.gather(own)
+    found: list[Described] = [every[leader] for leader in leaders]
     odd = next((name for name in shapes if any(records[name] != found[0][name] for records in found)), "")
     digest = _digest(shapes, found[ranks.rank])
     require_same(ranks, {f"model.path: its weights{odd and f' ({odd})'}": digest}, SAME_FILES)
@@ -162,17 +156,6 @@ def _weight_files(config: ModelConfig, weights: StoredWeights | None) -> list[Pa
         return [path for path in source.directory().iterdir() if path.is_file()]
 
 
-def _share(shapes: Mapping[str, Sequence[int]], count: int, index: int) -> list[str]:
-    """Return the tensors that one of `count` ranks hashes: largest first, each to the least loaded rank."""
-    loads, own = [0] * count, []
-    for name in sorted(shapes, key=lambda name: -math.prod(shapes[name])):
-        owner = min(range(count), key=loads.__getitem__)
-        loads[owner] += math.prod(shapes[name])
-        if owner == index:
-            own.append(name)
-    return own
-
-
 def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described:
     """Return shape, dtype and SHA-256 of tensors. Hashing releases the GIL; each thread holds one tensor."""
 
@@ -180,7 +163,7 @@ def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described
         found = describe(read(name))
         return name, (list(found.shape), found.dtype, found.sha256)
 
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         return dict(pool.map(record, names))
 
 
