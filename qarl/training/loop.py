@@ -300,7 +300,7 @@ class Loop:
         trace, metrics = record.trace, record.metrics
         assert trace is not None, "a learned step has a trace"
         try:
-            trace.write(step, metrics, self.config, recorder)
+            trace.write(step, metrics, recorder)
         except Exception as error:
             failure = failure or error
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from qarl.batch.batch import Batch
 from qarl.batch.observer import Observer
-from qarl.config import Config
-from qarl.diagnostics.backward import Modules
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings, predicted_steps, sign_agreement
 from qarl.diagnostics.error_tokens import error_examples
 from qarl.diagnostics.probe import Probe
-from qarl.diagnostics.record import StepTokens, diagnostics_record
+from qarl.diagnostics.record import diagnostics_record
 from qarl.rewards import RewardResult
 from qarl.training.metrics import (
     peak_memory_gib,
@@ -41,34 +40,26 @@ class Trace:
     Attributes:
         rows: Rows of rollouts/NNNNNN.jsonl.
         tensors: Tensors of rollouts/NNNNNN.safetensors.
-        tokens, layers, backward, routing, examples: Parts of diagnostics/NNNNNN.json.
+        diagnose: `diagnostics_record` without its step and metrics.
     """
 
     rows: list[dict[str, Any]] | None = None
     tensors: dict[str, Tensor] | None = None
-    tokens: StepTokens | None = None
-    layers: Crossings | None = None
-    backward: Modules | None = None
-    routing: dict[str, list[float]] | None = None
-    examples: list[dict[str, Any]] = field(default_factory=list)
+    diagnose: Callable[[int, dict[str, float]], dict[str, Any]] | None = None
 
-    def write(self, step: int, metrics: dict[str, float], config: Config, recorder: Recorder) -> None:
+    def write(self, step: int, metrics: dict[str, float], recorder: Recorder) -> None:
         """Write the files.
 
         Args:
             step: Step number, counted from 1.
             metrics: All metrics of the step, as in metrics.jsonl.
-            config: Configuration of the run.
             recorder: Writes the files.
         """
         if self.rows is not None:
             recorder.rollouts(step, self.rows, self.tensors)
-        if self.tokens is not None:
-            kept, seed = config.diagnostics.tokens, config.train.seed
+        if self.diagnose is not None:
             with one_thread():
-                record = diagnostics_record(
-                    step, metrics, self.tokens, self.layers, self.examples, kept, seed, self.backward, self.routing
-                )
+                record = self.diagnose(step, metrics)
             recorder.diagnostics(step, record)
 
 
@@ -136,10 +127,15 @@ class StepRecord(Observer):
                 versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
             trace.tensors = rollout_tensors(batch, scores.total, versions, [r.prompt_id for r in rollouts])
         if probe.record:
-            trace.tokens = probe.tokens(batch)
-            trace.layers = crossed if "crossings" in probe.due else None
-            trace.backward = probe.backward
-            trace.routing = run.learner.totals.routing.layers()
-            logp_sampler, decode = list(batch.logp_sampler), run.tokenizer.decode
-            trace.examples = error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES)
+            logp_sampler, decode, config = list(batch.logp_sampler), run.tokenizer.decode, run.learner.config
+            trace.diagnose = partial(
+                diagnostics_record,
+                tokens=probe.tokens(batch),
+                layers=crossed if "crossings" in probe.due else None,
+                examples=error_examples(batch.own_tokens, logp_sampler, batch.advantages, decode, ERROR_EXAMPLES),
+                max_tokens=config.diagnostics.tokens,
+                seed=config.train.seed,
+                backward=probe.backward,
+                routing=run.learner.totals.routing.layers(),
+            )
         return trace

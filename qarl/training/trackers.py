@@ -122,7 +122,22 @@ class TensorBoard(Tracker):
             self._writer = None
 
 
-class Wandb(Tracker):
+class _Run(Tracker):
+    """A run that the package's `init` starts, and resumes by its arguments."""
+
+    def _init(self, options: Any, config: dict[str, Any] | None, **arguments: Any) -> None:
+        module = _import(self.name, self.name)
+        arguments |= {"project": options.project, "resume": "allow", "config": config}
+        self._run = _start(self.name, module.init, **arguments)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Wandb(_Run):
     """One Weights & Biases run per run directory; its id is stored in `.wandb_id`.
 
     A resumed run continues it. W&B ignores steps that it already has, so steps that are repeated after resuming keep
@@ -132,47 +147,18 @@ class Wandb(Tracker):
     name = "wandb"
 
     def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
-        wandb = _import("wandb", "wandb")
-        self._run = _start(
-            "wandb",
-            wandb.init,
-            project=options.project,
-            name=options.name or run_dir.name,
-            mode=options.mode,
-            dir=str(run_dir),
-            id=_kept(run_dir / ".wandb_id", lambda: uuid.uuid4().hex[:12]),
-            resume="allow",
-            config=config,
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        number = _kept(run_dir / ".wandb_id", lambda: uuid.uuid4().hex[:12])
+        name = options.name or run_dir.name
+        self._init(options, config, name=name, mode=options.mode, dir=str(run_dir), id=number)
 
 
-class Trackio(Tracker):
+class Trackio(_Run):
     """A trackio run named after the run directory; resumed by name."""
 
     name = "trackio"
 
     def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
-        trackio = _import("trackio", "trackio")
-        self._run = _start(
-            "trackio",
-            trackio.init,
-            project=options.project,
-            name=options.name or run_dir.name,
-            resume="allow",
-            config=config,
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        self._run.log(metrics, step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+        self._init(options, config, name=options.name or run_dir.name)
 
 
 class Mlflow(Tracker):
