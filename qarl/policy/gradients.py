@@ -36,15 +36,13 @@ class GradientAccumulator:
                     self._sums[master] = master.grad
                 master.grad = before
 
-    def peek(self) -> list[Tensor | None]:
-        """The sums in the order of the masters, times the loss scale; None for a master without a gradient."""
-        return [self._sums.get(master) for master in self._masters]
-
     def take(self) -> list[Tensor | None]:
-        """Return `peek()` and clear the sums."""
-        sums = self.peek()
-        self._sums = {}
-        return sums
+        """Return the sums in the order of the masters, None for a master without a gradient, and clear them.
+
+        They include the factor of the loss.
+        """
+        sums, self._sums = self._sums, {}
+        return [sums.get(master) for master in self._masters]
 
     @torch.no_grad()
     def deliver(self, loss_scale: float = 1.0) -> None:

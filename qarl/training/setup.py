@@ -447,9 +447,10 @@ def _async_process(config: Config, device: torch.device, run_dir: Path, ranks: R
     """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
     if config.rollout.asynchronous is None or config.rollout.replay is not None:
         return None
-    from qarl.rollout.asynchronous.connection import launch, sampler_gpu
+    from qarl.rollout.asynchronous.connection import sampler_gpu
+    from qarl.rollout.asynchronous.process import AsyncProcess
 
-    return launch(config, device, sampler_gpu(config, device, ranks), run_dir)
+    return AsyncProcess(config, device, sampler_gpu(config, device, ranks), run_dir)
 
 
 def build_engine(

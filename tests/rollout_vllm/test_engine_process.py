@@ -74,7 +74,8 @@ def answer(start) -> list[Response]:
 def test_a_hang_of_an_asynchronous_sampler_names_its_own_key(tmp_path: Path, monkeypatch) -> None:
     fake_sampler.install(monkeypatch.setattr)
     (tmp_path / "troubles").write_text("generate hang")
-    sampler = AsyncProcess(torch.device("cpu"), None, "fast", tmp_path / "sampler.log", 0.5, vllm=True)
+    rollout = SimpleNamespace(engine="vllm", exact=False, asynchronous=SimpleNamespace(timeout_s=0.5))
+    sampler = AsyncProcess(SimpleNamespace(rollout=rollout), torch.device("cpu"), None, tmp_path)
     try:
         sampler.begin_start(fake_sampler.settings(tmp_path), {})
         sampler.wait_until_ready(lambda: None)

@@ -61,25 +61,6 @@ def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | Non
     return gpu
 
 
-def launch(config: Config, device: torch.device, gpu: int | None, directory: Path) -> AsyncProcess:
-    """Start the sampler's process, which imports its modules and then waits for orders of a `SamplerConnection`.
-
-    Args:
-        config: The run's configuration.
-        device: The learner's device.
-        gpu: Result of `sampler_gpu`.
-        directory: Directory of the log.
-
-    Raises:
-        UserError: The log cannot be written.
-    """
-    settings = config.rollout.asynchronous
-    assert settings is not None, "the run samples asynchronously"
-    numerics = "exact" if config.rollout.exact else "fast"
-    vllm = config.rollout.engine == "vllm"
-    return AsyncProcess(device, gpu, numerics, directory / LOG, settings.timeout_s, vllm)
-
-
 class SamplerConnection:
     """Sends orders to one sampler and receives its answers.
 
@@ -87,7 +68,7 @@ class SamplerConnection:
         config: The run's configuration.
         policy: The policy whose versions are published.
         tokenizer: Written to the checkpoint that vLLM starts from.
-        process: The process that `launch` started. The connection restarts it if it fails.
+        process: A process that was just started. The connection restarts it if it fails.
         queue: Receives the responses. Its lock also guards the state of this object.
         canary: Token sequences that learner and sampler score after each publish.
         directory: Directory of the log.
@@ -291,7 +272,7 @@ class SamplerConnection:
         self.process.close()
         limit = self.settings.max_restarts
         self.restarts = next_restart(fault, self.restarts, limit, "rollout.async", self._directory / LOG, self._say)
-        process = launch(self._config, self._policy.device, self.process.gpu, self._directory)
+        process = AsyncProcess(self._config, self._policy.device, self.process.gpu, self._directory)
         try:
             self._build(process)
         except BaseException:

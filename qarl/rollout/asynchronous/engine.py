@@ -98,7 +98,7 @@ class AsyncEngine(RolloutEngine):
         sampling: Sampling parameters of step 0; each step has its own seed.
         directory: Directory of the sampler's log.
         say: Called with one line for the user.
-        process: The process that `launch` started. The engine closes it.
+        process: The sampler's process, just started. The engine closes it.
         ranks: The ranks of the run.
 
     Attributes:

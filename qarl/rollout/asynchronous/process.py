@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from qarl.config import Config
+from qarl.rollout.vllm.launch import LOG
 from qarl.rollout.vllm.process import TICK_S, SamplerProcess
 from qarl.rollout.vllm.settings import AsyncSettings, SamplerSettings
 from qarl.weight_sync.fingerprints import Fingerprint
@@ -18,22 +20,26 @@ START_S = 300.0  # seconds for imports and building the model
 class AsyncProcess(SamplerProcess):
     """A sampler's process that generates while the learner learns, and sends heartbeats.
 
+    It imports its modules and then waits for orders of a `SamplerConnection`.
+
     Args:
+        config: The run's configuration.
         learner: The learner's device.
         gpu: CUDA index of the sampler's GPU; None on the CPU.
-        numerics: See `SamplerSettings`.
-        log: File for the output of the process.
-        timeout_s: Seconds without a message after which the process counts as hung.
-        vllm: Sample with vLLM instead of the native engine.
+        directory: Directory of the log.
+
+    Raises:
+        UserError: The log cannot be written.
     """
 
     timeout_key = "rollout.async.timeout_s"
 
-    def __init__(
-        self, learner: torch.device, gpu: int | None, numerics: str, log: Path, timeout_s: float, vllm: bool
-    ) -> None:
-        self._vllm, self.gpu = vllm, gpu
-        super().__init__(learner, gpu, numerics if vllm else "native", log, timeout_s)
+    def __init__(self, config: Config, learner: torch.device, gpu: int | None, directory: Path) -> None:
+        rollout = config.rollout
+        assert rollout.asynchronous is not None, "the run samples asynchronously"
+        self._vllm, self.gpu = rollout.engine == "vllm", gpu
+        numerics = "native" if not self._vllm else "exact" if rollout.exact else "fast"
+        super().__init__(learner, gpu, numerics, directory / LOG, rollout.asynchronous.timeout_s)
 
     def begin_with(self, settings: AsyncSettings) -> None:
         """Send the settings. The native engine then builds its model; vLLM has built its own in `begin_start`."""
