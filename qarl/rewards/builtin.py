@@ -133,7 +133,7 @@ def regex(
     Returns:
         One score per response.
     """
-    compiled = _compile(pattern)
+    compiled = compile_pattern(pattern)
     check_tags(think_tags)
     if group is None:
         return [float(compiled.search(completion) is not None) for completion in completions]
@@ -295,14 +295,15 @@ def format(
 
     With the default pattern, `<think>` at the end of the prompt counts as the completion's.
     """
-    compiled = _compile(pattern, re.DOTALL)
+    compiled = compile_pattern(pattern, re.DOTALL)
     own = pattern == ONE_ANSWER
     begun = [THINK_TAGS[0] if own and leaves_open(prompt, *THINK_TAGS) else "" for prompt in prompts]
     responses = [begin + completion.strip() for begin, completion in zip(begun, completions, strict=True)]
     return [float(compiled.fullmatch(response) is not None) for response in responses]
 
 
-def _compile(pattern: str, flags: int = 0) -> re.Pattern[str]:
+def compile_pattern(pattern: str, flags: int = 0) -> re.Pattern[str]:
+    """Compile an option's regular expression. Raises UserError."""
     try:
         return re.compile(pattern, flags)
     except re.error as error:

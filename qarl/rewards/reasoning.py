@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Any
 
 from qarl.errors import UserError
-from qarl.rewards.builtin import column_values, tags_for
+from qarl.rewards.builtin import column_values, compile_pattern, tags_for
 from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 
 try:
@@ -43,10 +43,7 @@ def reasoning_gym(
         One score per response.
     """
     check_tags(think_tags)
-    try:
-        compiled = None if pattern is None else re.compile(pattern, re.DOTALL)
-    except re.error as error:
-        raise UserError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    compiled = None if pattern is None else compile_pattern(pattern, re.DOTALL)
     if compiled is not None and compiled.groups < 1:
         raise UserError(f"pattern {pattern!r} needs a group around the answer")
     tags = tags_for(pattern, think_tags)

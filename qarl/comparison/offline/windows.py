@@ -9,7 +9,6 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable, decode, read_bytes
-from qarl.inputs.paths import user_path
 
 BUNDLED = "bundled text"
 TEXT_BYTES = 16 * 2**20
@@ -50,7 +49,7 @@ def read_text(path: Path | None) -> Source:
         data = (resources.files("qarl.comparison.offline") / "default_text.txt").read_bytes()
     else:
         try:
-            data = read_bytes(user_path(path, "--text"), TEXT_BYTES, stream=True)
+            data = read_bytes(path, TEXT_BYTES, stream=True)
         except Unreadable as error:
             raise UserError(f"--text: {path}: {error.reason}") from error
     text = decode(data, f"--text: {path}")

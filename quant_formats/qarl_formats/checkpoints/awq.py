@@ -16,11 +16,10 @@ from qarl_formats.checkpoints.base import (
     StoredSpecs,
     count_of,
     group_size_of,
-    has_scheme,
+    int4_scheme,
     setting,
 )
-from qarl_formats.registry import make_scheme
-from qarl_formats.scheme import CHANNEL, Shape, Tensors
+from qarl_formats.scheme import Shape, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,8 +38,7 @@ class AWQ(CheckpointFormat):
         setting(config, "version", ("gemm", "GEMM"), "gemm")
         setting(config, "zero_point", (True,), True)
         self.group_size = group_size_of(config)
-        if has_scheme(self.group_size):
-            self.scheme = make_scheme("w4a16", self.group_size or CHANNEL, symmetric=False, scale_dtype="float16")
+        self.scheme = int4_scheme(self.group_size, symmetric=False)
 
     def specs(self, module: str, shape: Shape, found: Collection[str]) -> StoredSpecs:
         n, k = shape

@@ -7,7 +7,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
 from qarl_formats.compressed import shown
-from qarl_formats.scheme import GROUP_SIZES, Scheme, Shape, Tensors
+from qarl_formats.registry import make_scheme
+from qarl_formats.scheme import CHANNEL, GROUP_SIZES, Scheme, Shape, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,6 +95,8 @@ def count_of(what: str, total: int, each: int) -> int:
     return total // each
 
 
-def has_scheme(group_size: int | None) -> bool:
-    """Whether an int4 scheme has groups of this size."""
-    return group_size is None or group_size in GROUP_SIZES
+def int4_scheme(group_size: int | None, symmetric: bool) -> Scheme | None:
+    """Return the scheme with int4 codes in groups of this size (None: one per row); None if there is none."""
+    if group_size not in (None, *GROUP_SIZES):
+        return None
+    return make_scheme("w4a16", group_size or CHANNEL, symmetric, scale_dtype="float16")

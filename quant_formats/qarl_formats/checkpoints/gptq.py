@@ -20,11 +20,10 @@ from qarl_formats.checkpoints.base import (
     StoredSpecs,
     count_of,
     group_size_of,
-    has_scheme,
+    int4_scheme,
     setting,
 )
-from qarl_formats.registry import make_scheme
-from qarl_formats.scheme import CHANNEL, Shape, Tensors
+from qarl_formats.scheme import Shape, Tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,9 +42,8 @@ class GPTQ(CheckpointFormat):
         self.symmetric: bool = setting(config, "sym", (True, False), True)
         self.reordered: bool = setting(config, "desc_act", (True, False), False)
         self.group_size = group_size_of(config)
-        if self.bits == 4 and has_scheme(self.group_size) and not (self.reordered and self.group_size):
-            size = self.group_size or CHANNEL
-            self.scheme = make_scheme("w4a16", size, symmetric=self.symmetric, scale_dtype="float16")
+        if self.bits == 4 and not (self.reordered and self.group_size):
+            self.scheme = int4_scheme(self.group_size, self.symmetric)
 
     def specs(self, module: str, shape: Shape, found: Collection[str]) -> StoredSpecs:
         n, k = shape
