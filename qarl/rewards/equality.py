@@ -60,11 +60,10 @@ def same(gold: str, answer: str, symbolic: Symbolic, depth: int = 0) -> bool:
     if _NO_SPACES.sub("", gold) == _NO_SPACES.sub("", answer):
         return True
     numbers = read(gold), read(answer)
-    digits = gold.partition("_")[0]
-    if (
-        numbers[0] and numbers[0][0].base and digits.isalnum() and not digits.isdigit() and "_" not in answer
-    ):  # FF_{16}: its value is 255
-        return digits == answer
+    if numbers[0] and numbers[0][0].base and "_" not in answer:
+        digits = gold.partition("_")[0]
+        if digits.isalnum() and not digits.isdigit():  # FF_{16}, whose value is 255
+            return digits == answer
     if all(numbers):
         if equal(numbers[0][0], numbers[1][0]):
             return True
