@@ -27,6 +27,10 @@ class RewardFunction(Section):
     options: dict[str, JsonValue] = Field({}, description="Keyword arguments of the function.")
 
     @property
+    def builtin(self) -> bool:
+        return self.name in BUILTIN_REWARDS
+
+    @property
     def file(self) -> str | None:
         """Path of the Python file, for `file.py:function`; else None."""
         return file_of(self.name)
@@ -37,7 +41,7 @@ class RewardFunction(Section):
             yield Fault(
                 ("options", name), self.options[name], "is an argument of every reward function; rename the option"
             )
-        if self.name in BUILTIN_REWARDS or REFERENCE.fullmatch(self.name):
+        if self.builtin or REFERENCE.fullmatch(self.name):
             return
         near = difflib.get_close_matches(self.name, BUILTIN_REWARDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use {', '.join(BUILTIN_REWARDS)}"
@@ -50,7 +54,7 @@ def shadowed_column_faults(columns: Mapping[str, str], functions: Sequence[Rewar
     Options of built-in functions are not passed as columns.
     """
     for function in functions:
-        options = function.options if function.name not in BUILTIN_REWARDS else {}
+        options = {} if function.builtin else function.options
         for name in sorted(options.keys() & columns.keys()):
             text = f"is an option of the reward function {function.name} too; rename one of the two"
             yield Fault((name,), columns[name], text)

@@ -21,7 +21,6 @@ from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.rewards import RewardPool, RewardResult
-from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.rewards.shared import gather_results, score_share
 from qarl.types import Prompt, Rollout
@@ -47,7 +46,7 @@ class LoadedTask:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that determines the scores: prompt tokens, their columns, reward functions."""
-        files = [reward_fingerprint([f]) for f in self.functions if f.name not in BUILTINS]
+        files = [reward_fingerprint([f]) for f in self.functions if not f.builtin]
         prompts = [[p.id, p.token_ids, p.columns] for p in self.prompts]
         content = [self.name, prompts, [f.model_dump() for f in self.functions], files]
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Built-in rewards that need only the standard library, and the table of all built-in rewards.
+"""Built-in rewards that need only the standard library.
 
 Each has TRL's signature; keyword-only parameters are options of the configuration. Functions check options and columns
 before completions, so a call without completions validates the configuration.
@@ -13,19 +13,6 @@ from typing import Any, Literal
 
 from qarl.errors import UserError
 from qarl.rewards.responses import THINK_TAGS, after_thinking, answer_block, check_tags, leaves_open
-
-BUILTINS = {
-    "choice": "qarl.rewards.builtin:choice",
-    "code": "qarl.rewards.programs:code",
-    "exact": "qarl.rewards.builtin:exact",
-    "format": "qarl.rewards.builtin:format",
-    "length": "qarl.rewards.builtin:length",
-    "overlong": "qarl.rewards.builtin:overlong",
-    "math": "qarl.rewards.mathematics:math",
-    "reasoning_gym": "qarl.rewards.reasoning:reasoning_gym",
-    "regex": "qarl.rewards.builtin:regex",
-}
-
 
 # One think block, then one answer block. A plain `.*?` would also match several blocks.
 ONE_ANSWER = r"<think>(?:(?!</?think>|</?answer>).)*</think>\s*<answer>(?:(?!</?think>|</?answer>).)*</answer>"

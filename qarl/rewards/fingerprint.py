@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from qarl.inputs.sources import source_parts
-from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.loader import labels
 
 if TYPE_CHECKING:
@@ -32,6 +31,6 @@ def reward_fingerprint(functions: Sequence[RewardFunction]) -> dict[str, str]:
 
 def _digest(function: RewardFunction) -> str:
     parts: list[Any] = [function.name.rpartition(":")[2], function.options]
-    if function.name not in BUILTINS:
+    if not function.builtin:
         parts += source_parts(function.name, f"reward.functions: `{function.name}`")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()

@@ -12,7 +12,18 @@ from typing import Any, get_type_hints
 
 from qarl.errors import UserError
 from qarl.inputs import code
-from qarl.rewards.builtin import BUILTINS
+
+BUILTINS = {
+    "choice": "qarl.rewards.builtin:choice",
+    "code": "qarl.rewards.programs:code",
+    "exact": "qarl.rewards.builtin:exact",
+    "format": "qarl.rewards.builtin:format",
+    "length": "qarl.rewards.builtin:length",
+    "overlong": "qarl.rewards.builtin:overlong",
+    "math": "qarl.rewards.mathematics:math",
+    "reasoning_gym": "qarl.rewards.reasoning:reasoning_gym",
+    "regex": "qarl.rewards.builtin:regex",
+}
 
 # f(completions, prompts, columns), options bound
 RewardFunction = Callable[[list[str], list[str], dict[str, list]], list[float | None]]

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from qarl.inputs.code import check_reference
 from qarl.rewards.batch import Batch, RewardResult, Share
-from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.loader import labels
 from qarl.rewards.log import RewardLog
 from qarl.rewards.process import LOOK_S, Report, Worker
@@ -38,11 +37,11 @@ class RewardPool:
         self._columns = sorted(columns)
         self._log = RewardLog(log_path)
         for function in config.functions:
-            if function.name not in BUILTINS:
+            if not function.builtin:
                 check_reference(function.name, f"reward.functions: `{function.name}`")
         self.labels = labels([function.name for function in config.functions])
         # Token ids are large, so they are only sent to functions that read them: custom ones, `length` and `overlong`.
-        self._reads_tokens = [f.name not in BUILTINS or f.name in ("length", "overlong") for f in config.functions]
+        self._reads_tokens = [not f.builtin or f.name in ("length", "overlong") for f in config.functions]
         self._closed = False
         self._load_s = 0.0
         self._workers: list[Worker] = []

@@ -26,7 +26,6 @@ from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import path_errors, user_path
 from qarl.inputs.tensors import INDEX, SINGLE, shard_names
 from qarl.objectives.custom import Custom
-from qarl.rewards.builtin import BUILTINS
 from qarl.rewards.fingerprint import reward_fingerprint
 from qarl.utils.versions import version_of
 
@@ -142,7 +141,7 @@ def _task(task: EvalTask) -> Iterator[tuple[str, str]]:
     """The data of an evaluation task, and the sources of its reward functions."""
     key = f"evaluation.tasks.{task.name}"
     yield from _data(f"{key}: data.source", task.dataset)
-    own = [function for function in task.functions if function.name not in BUILTINS]
+    own = [function for function in task.functions if not function.builtin]
     if own:
         digests = reward_fingerprint(own)
         yield from ((f"{key}: the source of `{name}`", digest) for name, digest in digests.items())

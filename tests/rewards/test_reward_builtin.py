@@ -10,7 +10,8 @@ from math_cases import GSM8K
 from qarl.config.reward import BUILTIN_REWARDS
 from qarl.data.tasks import generate
 from qarl.errors import UserError
-from qarl.rewards.builtin import BUILTINS, choice, chosen_letter, exact, final_answer, format, length, overlong, regex
+from qarl.rewards.builtin import choice, chosen_letter, exact, final_answer, format, length, overlong, regex
+from qarl.rewards.loader import BUILTINS
 from qarl.rewards.mathematics import math
 
 

@@ -57,8 +57,8 @@ from types import SimpleNamespace as Namespace
 from qarl.rewards import RewardPool
 
 # No `if __name__ == "__main__"`: a worker that imported this file would start workers of its own.
-functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}),
-             Namespace(name=sys.argv[1] + ":orders", weight=1.0, options={})]
+functions = [Namespace(name=sys.argv[1] + ":pids", weight=1.0, options={}, builtin=False),
+             Namespace(name=sys.argv[1] + ":orders", weight=1.0, options={}, builtin=False)]
 pool = RewardPool(Namespace(functions=functions, workers=2, timeout_s=600.0, max_failed_frac=1.0,
                             memory_gib=None), [])
 print(*map(int, pool.score(["0", "1"], ["p"] * 2, {}).by_function["pids"]), flush=True)
