@@ -163,7 +163,7 @@ class Part:
     batch: Batch
     indices: tuple[int, ...]  # of the responses in the batch
     device: torch.device  # where segments, advantages and columns are read
-    repeated: int = 0  # rows of the first prompt if the previous micro-batch ran it too
+    elsewhere: frozenset[int] = frozenset()  # numbers of prompts whose rows another micro-batch counts
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -219,15 +219,31 @@ class Part:
         prompts, responses = self.prompts, self.responses
         return sum(len(response) - 1 for response in responses) + sum(len(prompts[i]) for i in self._new_prompts)
 
-    @property
-    def counted(self) -> slice:
-        """Rows that the previous micro-batch did not run too."""
-        return slice(self.repeated, self.rows)
+    @cached_property
+    def counted(self) -> slice | Tensor:
+        """Rows that no other micro-batch counts: a slice, or their indices if other rows are between them."""
+        repeated = self._repeated
+        if all(start == 0 for start, _ in repeated):
+            return slice(sum(end for _, end in repeated), self.rows)
+        counted = torch.ones(self.rows, dtype=torch.bool)
+        for start, end in repeated:
+            counted[start:end] = False
+        return upload(counted.nonzero()[:, 0], self.device)
 
     @property
     def counted_rows(self) -> int:
         """Number of `counted` rows. Their sum over micro-batches does not depend on how the minibatch is split."""
-        return self.rows - self.repeated
+        return self.rows - sum(end - start for start, end in self._repeated)
+
+    @property
+    def _repeated(self) -> list[tuple[int, int]]:
+        """Rows [start, end) of each prompt that another micro-batch counts."""
+        found, start = [], 0
+        for index, own in zip(self.indices, self.own_rows, strict=True):
+            if own.prompt and self.batch.prompt_numbers[index] in self.elsewhere:
+                found.append((start, start + own.prompt))
+            start += sum(own)
+        return found
 
     @cached_property
     def routing(self) -> Tensor | None:
@@ -307,14 +323,15 @@ class Part:
         advantages = self.batch.advantages.tolist()
         return self.batch.part([i for i in self.indices if keep(advantages[i])], self.device)
 
-    def micro_batches(self, max_tokens: int, ranks: int = 1) -> list[Part]:
+    def micro_batches(self, max_tokens: int, ranks: int = 1, counted: Part | None = None) -> list[Part]:
         """Split into micro-batches of at most `max_tokens` tokens (one response at least).
 
         Responses to equal prompts stay next to each other, and prompts of similar length come together. On a GPU the
         micro-batches have similar work. On a CPU they, and with them the order of all sums, depend on token counts
-        only.
+        only. Each row of a shared prompt is counted once; those of prompts of `counted` are counted there.
         """
         batch, numbers = self.batch, self.batch.prompt_numbers
+        before = frozenset() if counted is None else frozenset(numbers[i] for i in counted.indices)
         longest: dict[int, int] = {}  # by prompt: its tokens and those of the longest response to it
         for i in self.indices:
             tokens = len(batch.prompts[i]) + len(batch.responses[i])
@@ -322,15 +339,14 @@ class Part:
         order = sorted(self.indices, key=lambda i: (longest[numbers[i]], numbers[i], i))
         ends = micro_batch_ends(self._measured(order), max_tokens, ranks, even=self.device.type == "cuda")
         return [
-            Part(batch, tuple(order[start:end]), self.device, self._repeated(order, start))
+            Part(
+                batch,
+                tuple(order[start:end]),
+                self.device,
+                before | {numbers[i] for i in order[max(start - 1, 0) : start]},
+            )
             for start, end in pairwise([0, *ends])
         ]
-
-    def _repeated(self, order: Sequence[int], start: int) -> int:
-        """Rows of the prompt at this place if the previous response has the same prompt, else 0."""
-        numbers = self.batch.prompt_numbers
-        again = start > 0 and numbers[order[start - 1]] == numbers[order[start]]
-        return len(self.batch.prompts[order[start]]) if again else 0
 
     def _measured(self, indices: Sequence[int]) -> list[Response]:
         batch = self.batch

@@ -130,7 +130,7 @@ class Routes:
         balance: Router losses; None: there are none.
         rows: Number of leading rows that are tokens of the batch; None: all.
         loads: See `measure`; filled by the forward unless None.
-        repeated: Number of leading rows that are not measured, because another forward has them too.
+        counted: Rows that are measured; None: all. Another forward may measure the rows of a shared prompt.
         scores: Log-probs of experts at the rows that predict tokens; filled by the forward unless None.
     """
 
@@ -139,7 +139,7 @@ class Routes:
     balance: Balance | None = None
     rows: int | None = None
     loads: dict[int, Tensor] | None = None
-    repeated: int = 0
+    counted: slice | Tensor | None = None
     scores: RouterScores | None = None
 
     def of_layer(self, layer: int) -> Tensor | None:
@@ -165,7 +165,7 @@ class Routes:
         """
         if self.loads is None:
             return
-        measured = slice(self.repeated, self.rows)
+        measured = slice(self.rows) if self.counted is None else self.counted
         wide = logits[measured].detach().double()
         log_sum = wide.logsumexp(-1, keepdim=True)
         probabilities = (wide - log_sum).exp()

@@ -131,17 +131,17 @@ class Learner:
 
     # --- micro-batches -----------------------------------------------------------------------------------------
 
-    def rounds(self, part: Part, gradient: bool = False) -> list[Round]:
-        """Assign the micro-batches of a part to the ranks."""
+    def rounds(self, part: Part, gradient: bool = False, counted: Part | None = None) -> list[Round]:
+        """Assign the micro-batches of a part to the ranks. counted: see `Part.micro_batches`."""
         ranks = self.ranks
         return [
             Round(parts[ranks.rank], sum(len(part) for part in parts if part is not None), gradient)
-            for parts in rounds(self.micro_batches(part), ranks.count)
+            for parts in rounds(self.micro_batches(part, counted), ranks.count)
         ]
 
-    def micro_batches(self, part: Part) -> list[Part]:
+    def micro_batches(self, part: Part, counted: Part | None = None) -> list[Part]:
         """Split a part into micro-batches of `train.micro_batch_tokens`."""
-        return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count)
+        return part.micro_batches(self.config.train.micro_batch_tokens, self.ranks.count, counted)
 
     def split(self, minibatch: Part) -> tuple[Part, Part]:
         """Return the responses of a minibatch that need no backward, and those that do.
@@ -157,8 +157,8 @@ class Learner:
         constants, slots = self._constants(minibatch, watch)
         idle, live = self.split(minibatch)
         return Plan(
-            self.rounds(idle) + self.rounds(live, gradient=True),
-            sum(part.counted_rows for part in self.micro_batches(live)),
+            self.rounds(idle) + self.rounds(live, gradient=True, counted=idle),
+            sum(part.counted_rows for part in self.micro_batches(live, idle)),
             Totals(len(minibatch), minibatch.tokens, self.config.rollout.max_response_length),
             constants,
             slots,

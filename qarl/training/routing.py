@@ -36,9 +36,10 @@ def training_routes(
     if torch.is_grad_enabled() and part.counted_rows and (section.router_aux_coef or section.router_z_coef):
         scale = loss_scale * part.counted_rows / rows
         aux, z = section.router_aux_coef * scale, section.router_z_coef * scale
+        assert isinstance(part.counted, slice), "with router losses all responses have a backward"
         balance = Balance(aux, z, part.counted, len(policy.experts), slots)
     loads: dict[int, Tensor] | None = {} if part.counted_rows else None
-    return replace(part.routes, rows=part.rows, repeated=part.repeated, loads=loads, balance=balance)
+    return replace(part.routes, rows=part.rows, counted=part.counted, loads=loads, balance=balance)
 
 
 class SlotCounts:
@@ -64,7 +65,7 @@ class SlotCounts:
 
     def routes(self, part: Part) -> Routes:
         """Return the routing of a forward that measures loads for `add`."""
-        return replace(part.routes, rows=part.rows, repeated=part.repeated, loads={})
+        return replace(part.routes, rows=part.rows, counted=part.counted, loads={})
 
     def add(self, routes: Routes) -> None:
         """Count the choices of a forward."""

@@ -77,7 +77,7 @@ def test_the_budget_counts_a_prompt_once_that_groups_share():
     first, second = whole.micro_batches(6)
     assert (first.indices, first.forward_tokens, second.indices) == ((0, 2), 2 + 2 + 2, (1,))
     assert first.work == whole.batch.part([0]).work + 2 * (1 + 3 / EVEN_LENGTH)
-    assert [part.repeated for part in whole.micro_batches(1)] == [0, 2, 0]
+    assert [part.counted.start for part in whole.micro_batches(1)] == [0, 2, 0]
 
 
 def test_a_column_filled_in_parts_is_read_in_any_order_and_cut():

@@ -185,6 +185,7 @@ CORRECTED = {"level": "token", "signal": "corr", "mode": "truncate", "upper": 2.
         (30, "router_aux_coef", {}),
         # a pass for the objective's constants tells the choices too
         (30, "router_aux_coef", {"correction": CORRECTED, "model": {"routing": "replay"}}),
+        (30, "clip_ratio_high", {}),  # responses with advantage 0 have forwards of their own, without a backward
     ],
 )
 def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, coefficient, sections) -> None:
@@ -203,6 +204,7 @@ def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, co
         )
         batch = run.batch(lambda tokens: 0.0)
         assert batch.routing is not None
+        batch.advantages = torch.tensor([0.0, 1.0, -1.0, 0.0] * 2)
         start = len(batch.prompts[0]) if batch.replays else 0  # a prompt that is replayed is one for all its responses
         batch.routing[0] = batch.routing[0].clone()
         batch.routing[0][start:] = stored((numbers_of(batch.routing[0][start:]) + 1) % 4, 4).sort(-1).values
@@ -212,7 +214,8 @@ def test_a_prompt_that_several_micro_batches_run_counts_once(mixtral, tokens, co
         )
         cut = run.learner.micro_batches(batch.whole())
         told = run.learn(batch)
-        found.append((len(cut), sum(part.counted_rows for part in cut), [told[m] for m in metrics], gradients))
+        assert run.learner.totals.routing.rows == sum(part.counted_rows for part in cut)
+        found.append((len(cut), run.learner.totals.routing.rows, [told[m] for m in metrics], gradients))
     (_, rows, alone, expected), (count, same, cut_up, gradients) = found
     assert count > 2 and rows == same
     assert cut_up == pytest.approx(alone, rel=1e-6) and alone[-1] > 0
