@@ -26,7 +26,7 @@ class Ranks(ABC):
     and an exception that was caused by another rank's end becomes `OtherRankFailed`.
 
     Attributes:
-        rank: Of this process, from 0.
+        rank: Rank of this process, from 0.
         count: Number of ranks.
         agreed: The last exception that `all_agree` raised on this rank. If it is being handled, all ranks raised at the
             same point, and further collectives are safe.

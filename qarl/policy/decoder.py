@@ -34,7 +34,7 @@ class Decoder:
         model: Hugging Face model without its output layer.
         positions: Rows of the rotary tables.
         dtypes: Compute dtypes of its forwards.
-        device: Of the rotary tables.
+        device: Device of the rotary tables.
         dequantize_input: See `PackedLinear`.
         backward: See `OutputGradient`; plain torch has 16-bit products only.
 
@@ -82,14 +82,14 @@ class Decoder:
         rows: Tensor | None = None,
         routes: Routes = NO_ROUTES,
     ) -> Tensor:
-        """Final hidden states of a packed batch, (R, H) of the compute dtype.
+        """Return the final hidden states of a packed batch, (R, H) in the compute dtype.
 
         Args:
             ids: (T,) int64.
-            attention: See `qarl.policy.attention`; made for `weights.fused`.
-            weights: The version that runs.
-            rows: (R,) int64, which states to return; None: all.
-            routes: Of the tokens through the experts.
+            attention: Attention of the batch, built for Triton kernels if `weights.fused`.
+            weights: Weights of the version that runs.
+            rows: (R,) int64, rows whose states are returned. None: all rows.
+            routes: Routing of the tokens to experts.
         """
         cos, sin = self.rotary[weights.values[self.embedding_name].dtype]
         if not weights.fused:

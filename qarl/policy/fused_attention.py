@@ -62,7 +62,11 @@ class PackedAttention:
 class PagedAttention:
     """Spans of sequences over a KV cache: prefills, their chunks, and decodes.
 
-    positions: (T,) int64. slots: (T,) int64, page * PAGE + offset of each token's keys; negative: nowhere.
+    Attributes:
+        layout: Layout of the kernel's launch.
+        positions: (T,) int64, of each token in its sequence.
+        slots: (T,) int64, page * PAGE + offset of each token's keys; negative: nowhere.
+        caches: Per layer (k, v).
     """
 
     layout: PagedLayout
@@ -79,14 +83,14 @@ class PagedAttention:
         caches: Caches,
         slots: Tensor | None = None,
     ) -> PagedAttention:
-        """One span per sequence, in the batch's order; one copy to the device, which is not waited for.
+        """Return the attention of one span per sequence, in the batch's order. Does not wait for the device.
 
         Args:
             counts: (S,) integers on the host, tokens of each span.
             positions: (S,) integers on the host, position of each span's first token.
             page_table: (S, P) int32 on the device, pages of each sequence in order.
             caches: Per layer (k, v).
-            slots: See the class; None: they are computed.
+            slots: See the class. Default: computed from the page table.
         """
         counts, positions = counts.astype(np.int64), positions.astype(np.int64)
         rows = np.cumsum(counts) - counts

@@ -295,8 +295,8 @@ class DecoderLayer:
         rotary_backward(dq, dk, normed, rotation, grad_qkv, q_sums, k_sums)
         if self.whole_norms:
             for columns, part, norm in self._whole_norms(qkv, run):
-                its = grad_qkv[:, columns]
-                its.copy_(norm.backward(its, None, part.hidden, part.inverse, run))
+                grad_part = grad_qkv[:, columns]
+                grad_part.copy_(norm.backward(grad_part, None, part.hidden, part.inverse, run))
         return grad_qkv
 
     def _complete(self, kept: Kept, run: Run) -> None:

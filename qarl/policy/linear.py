@@ -45,7 +45,11 @@ def activations(
 class Part(NamedTuple):
     """The weight of some layers of a packed linear.
 
-    names: modules. features: their output slice in the packed linear. bias: (N,) of the compute dtype, or None.
+    Attributes:
+        names: Names of the modules.
+        features: Their output features in the packed linear.
+        weight: Their weight.
+        bias: (N,) in the compute dtype, or None.
     """
 
     names: tuple[str, ...]
@@ -151,8 +155,13 @@ class _StraightThrough(torch.autograd.Function):
 class OutputGradient:
     """The output gradient dy (R, N) of a fused packed linear, and the gradients that follow from it.
 
-    backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
-    (`qarl_kernels.fp8_backward`), dy once for both. groups: of a product of experts, which has 16-bit products only.
+    Args:
+        linear: The packed linear.
+        weights: Weights of the forward.
+        dy: (R, N), contiguous.
+        backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
+            (`qarl_kernels.fp8_backward`), dy once for both.
+        groups: Rows per expert, for the experts of a mixture. Their products are always 16-bit.
     """
 
     def __init__(

@@ -24,9 +24,9 @@ T = TypeVar("T")
 def load_rows(config: ModelConfig, plan: RowPlan, ranks: Ranks, quant: QuantConfig | None = None) -> dict[str, Tensor]:
     """Load this rank's rows of every master: float32, on the CPU, with the values of `load_model`. A collective.
 
-    Safetensors files and converted GGUF files are read row by row. Of a quantized checkpoint each rank reads one weight
-    at a time, and dequantizes its own rows. A GGUF file that cannot be converted and a model with its own code are
-    loaded whole, by one rank after the other. Raises UserError as `load_model` does.
+    Safetensors files and converted GGUF files are read row by row. From a quantized checkpoint each rank reads one
+    weight at a time, and dequantizes its own rows. A GGUF file that cannot be converted and a model with its own code
+    are loaded whole, by one rank after the other. Raises UserError as `load_model` does.
     """
     weights = row_weights(config, ranks, quant)
     if weights is None:

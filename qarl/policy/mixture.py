@@ -69,8 +69,11 @@ class KeptShared:
 class KeptExperts:
     """Intermediates of a forward over T tokens with k experts each (R = T k rows), kept for the backward.
 
-    routed, groups: always kept, so that a recomputation chooses the same experts. gate_up: (R, 2 I). down: (R, H), the
-    experts' outputs. shared: of the shared expert. What is None is recomputed.
+    Attributes:
+        routed, groups: Always kept, so that a recomputation chooses the same experts.
+        gate_up: (R, 2 I), output of gate and up. None: recomputed.
+        down: (R, H), outputs of the experts. None: recomputed.
+        shared: Intermediates of the shared expert. None: recomputed, or there is none.
     """
 
     routed: Routed

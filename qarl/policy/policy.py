@@ -175,7 +175,7 @@ class Policy:
         """Make a snapshot the current version: the learner's forward reads it, and the sampler's may.
 
         Args:
-            snapshot: Of the masters as they are now.
+            snapshot: Snapshot of the current masters.
             values: Master weights by name, of a dtype at least as fine as the learner's. Required if the policy's
                 parameters are placeholders and its learner is not aligned.
         """
@@ -224,11 +224,11 @@ class Policy:
             prompts: Token ids, at least one each. Neighbours with the same prompt share its forward; every row's bits
                 are its own, so the result is the same.
             responses: Token ids, at least one each, one response per prompt.
-            truncation: Of the distribution. A token outside has logp -inf and gives no gradient.
+            truncation: Truncation of the distribution. A token outside has logp -inf and gives no gradient.
             chunk: Rows of logits in memory at once.
             retained: See `token_logprobs`.
-            routes: Of the rows as `qarl.policy.attention.pack` lays them out.
-            weights: The version that runs; None: the learner's.
+            routes: Routing of the rows, in the layout of `qarl.policy.attention.pack`.
+            weights: Weights of the version that runs. None: the learner's.
             written: Which response tokens have a log-prob; None: all.
             comparison: Receives the divergence from a teacher at each response token.
 

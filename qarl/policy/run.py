@@ -22,7 +22,7 @@ class Run:
     Attributes:
         weights: Weight set of the version that runs.
         attention: Attention over the batch's own keys or a KV cache.
-        routes: Of the tokens through the experts.
+        routes: Routing of the tokens to experts.
         cos, sin: (positions, D); in plain torch (T, D), the position of each row.
         note: Records the result of each operation, see `qarl.policy.trace`.
         backward: See `OutputGradient`.
@@ -37,6 +37,6 @@ class Run:
     backward: Backward
 
     def noted(self, index: int, operation: str, tensor: Tensor) -> Tensor:
-        """The tensor, after it was recorded."""
+        """Record a tensor, and return it."""
         self.note(index, operation, tensor)
         return tensor

@@ -34,7 +34,10 @@ def unnoted(layer: int, operation: str, *tensors: Tensor | None, rows: Tensor | 
 class Context:
     """Consecutive rows of a packed batch that belong to one sequence.
 
-    row: first row. position: position of its token in the sequence. tokens: the sequence up to the last row.
+    Attributes:
+        row: First row.
+        position: Position of its token in the sequence.
+        tokens: The sequence up to the last row.
     """
 
     row: int

@@ -10,7 +10,7 @@ GB/s. Master weights add 4 bytes, and another 4 to copy them in for quantization
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -130,19 +130,3 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
         )
         if self.values and self._rounded != torch.float32:
             slot[2].copy_(slot[2].to(self._rounded))
-
-
-class HostValues(Mapping[str, Tensor]):
-    """Host tensors by name that are copied to a device on access; the caller owns the copy."""
-
-    def __init__(self, values: Mapping[str, Tensor], device: torch.device) -> None:
-        self._values, self._device = values, device
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._values[name].to(self._device, non_blocking=True)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)

@@ -22,12 +22,11 @@ from qarl.policy.policy import Policy
 from qarl.policy.skeleton import drop_values
 from qarl.storage.pieces import Piece
 from qarl.training.loss_scale import LossScale
-from qarl.training.offload import HostValues
 from qarl.training.offload_muon import OffloadedRowMuon
 from qarl.training.optim import build_optimizer, clip_grads, is_hidden_matrix
 from qarl.training.row_muon import RowMuon
 from qarl.training.row_sums import RowSums
-from qarl.training.updates import Updates
+from qarl.training.updates import Updates, on_device
 from qarl.weight_sync.codes import gather_codes
 from qarl.weight_sync.gathers import BucketedGather, own_rows
 
@@ -139,7 +138,7 @@ class RowUpdates(Updates):
     def _publish(self, version: int) -> None:
         """Quantize the rows, gather all codes, and switch the policy to them."""
         policy = self.policy
-        rows = HostValues(self._rows(), policy.device)
+        rows = on_device(self._rows(), policy.device)
         snapshot = gather_codes(rows, self.plan, self.exchange, policy.scheme_of, policy.dtype, version, policy.kernels)
         values = None if policy.aligned else rounded_values(rows, self.plan, self.exchange, policy.learner_dtype)
         policy.take(snapshot, values)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -14,8 +14,33 @@ from qarl.policy.gradients import GradientAccumulator
 from qarl.policy.policy import Policy
 from qarl.storage.pieces import Piece
 from qarl.training.loss_scale import LossScale
-from qarl.training.offload import HostValues
 from qarl.training.optim import build_optimizer, clip_grads, grad_norm
+
+
+class LazyValues(Mapping[str, Tensor]):
+    """Master weights by name, fetched on access; the caller owns them.
+
+    Args:
+        names: Their names, in the same order on all ranks.
+        fetch: Returns a master weight on the policy's device.
+    """
+
+    def __init__(self, names: Collection[str], fetch: Callable[[str], Tensor]) -> None:
+        self._names, self._fetch = names, fetch
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._fetch(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def on_device(values: Mapping[str, Tensor], device: torch.device) -> LazyValues:
+    """Return tensors, in host memory or not, that are copied to a device on access."""
+    return LazyValues(values, lambda name: values[name].to(device, non_blocking=True))
 
 
 class Updates(ABC):
@@ -130,4 +155,4 @@ class LocalUpdates(Updates):
     def publish(self, version: int) -> None:
         """Quantize the master weights and switch the policy to the result."""
         on_host = self.config.optim.offload == "all"
-        self.policy.refresh(version, HostValues(self._values(), self.policy.device) if on_host else None)
+        self.policy.refresh(version, on_device(self._values(), self.policy.device) if on_host else None)

@@ -8,7 +8,7 @@ parameter, compared with 0.56 for gathered INT4 codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from qarl.training.optim import round_masters
 from qarl.training.row_setup import policy_of_rows
 from qarl.training.row_sums import Rounds
 from qarl.training.row_updates import joint_norm
-from qarl.training.updates import Updates
+from qarl.training.updates import LazyValues, Updates
 from qarl.training.zero_setup import log_communication, logs_communication, open_stage
 from qarl.training.zero_stages import Stage
 from qarl.weight_sync.codes import quantize_parameters
@@ -213,7 +213,7 @@ class ZeroUpdates(Updates):
 
     def _publish(self, version: int) -> None:
         """Quantize the full master weights and switch the policy to the result."""
-        policy, whole = self.policy, _Whole(self.stage)
+        policy, whole = self.policy, LazyValues(self.stage.masters, self.stage.whole)
         how = self.plan, policy.scheme_of, policy.dtype, version, policy.kernels
         snapshot = quantize_parameters(whole, *how)
         values = None
@@ -241,19 +241,3 @@ class _Rounds(Rounds):
 
     def abandon(self) -> None:
         self._open = False
-
-
-class _Whole(Mapping[str, Tensor]):
-    """All master weights by name, gathered on access, in the same order on all ranks."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._stage.whole(name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stage.masters)
-
-    def __len__(self) -> int:
-        return len(self._stage.masters)

@@ -27,8 +27,8 @@ def write_snapshot_checkpoint(
     Args:
         directory: Created here.
         snapshot: Tensors on any device, copied one at a time.
-        layout: Of the snapshot's model.
-        tokenizer: Saved beside the tensors.
+        layout: Layout of the model.
+        tokenizer: Tokenizer to save beside the tensors.
 
     Raises:
         UserError: The directory exists, or the disk is full or cannot be written. Nothing is left behind.
@@ -60,7 +60,7 @@ def write_snapshot_checkpoint(
 
 
 def _specs(snapshot: Snapshot) -> dict[str, dict[str, TensorSpec]]:
-    """Tensors by module, so that codes and scales of a weight are in the same file."""
+    """Group the tensors by module, so that codes and scales of a weight are in the same file."""
     specs: dict[str, dict[str, TensorSpec]] = {}
     for name, tensor in snapshot.tensors.items():
         spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))

@@ -38,9 +38,9 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         for stack, members in expert_stacks(experts, last[experts] + 1).items():
             for suffix in found:
                 names = [f"{member}.{suffix}" for member in members]
-                its = [tensors[name] for name in names if name in tensors]
-                if len(its) == len(names) and len({(tensor.shape, tensor.dtype) for tensor in its}) == 1:
-                    joined[names[0]] = f"{stack}.{suffix}", concatenate_rows(its)
+                parts = [tensors[name] for name in names if name in tensors]
+                if len(parts) == len(names) and len({(tensor.shape, tensor.dtype) for tensor in parts}) == 1:
+                    joined[names[0]] = f"{stack}.{suffix}", concatenate_rows(parts)
                     gone |= set(names)
     gone -= joined.keys()
     return dict(joined.get(name, (name, tensor)) for name, tensor in tensors.items() if name not in gone)
@@ -53,6 +53,6 @@ def part_experts(tensors: Iterable[tuple[str, Tensor]], members: Members) -> Ite
         if module not in members:
             yield name, tensor
             continue
-        its = members[module]
-        parts = tensor.split(len(tensor) // len(its))
-        yield from ((f"{member}.{suffix}", part) for member, part in zip(its, parts, strict=True))
+        modules = members[module]
+        parts = tensor.split(len(tensor) // len(modules))
+        yield from ((f"{one}.{suffix}", part) for one, part in zip(modules, parts, strict=True))

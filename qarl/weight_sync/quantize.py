@@ -47,7 +47,10 @@ def quantize_parameter(
 class Quantizer:
     """Quantizes masters, or rows of them, and checks whether they are finite only at the end (`faults`).
 
-    dtype: dtype of unquantized parameters. version: policy version, for errors. kernels: see `quantize_parameter`.
+    Args:
+        dtype: dtype of unquantized parameters.
+        version: Policy version, for errors.
+        kernels: See `quantize_parameter`.
     """
 
     def __init__(self, dtype: torch.dtype, version: int, kernels: bool) -> None:
@@ -87,7 +90,7 @@ class Quantizer:
             self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
 
     def faults(self) -> tuple[list[str], Tensor]:
-        """The names of all parameters so far, and float32 (names,) on their device: 1 if a value is not finite, else 0.
+        """Return all names so far, and float32 (names,) on their device: 1 if a value is not finite, else 0.
 
         The order of the names depends only on the order in which parameters came.
         """
@@ -106,12 +109,12 @@ class Quantizer:
         assert not faulty, "a value that is not finite and was not found again"
 
     def bad_values(self, master: Tensor, scheme: Scheme | None) -> Tensor:
-        """The number of NaN or infinite values that `refusal` reports: int64 [] on the device."""
+        """Count the NaN or infinite values, for `refusal`: int64 [] on the device."""
         values = master.detach() if scheme is not None else master.detach().to(self.dtype)
         return values.isfinite().logical_not_().sum()
 
     def refusal(self, name: str, scheme: Scheme | None, bad: int, total: int) -> UserError:
-        """The error for a parameter with `bad` values that are NaN or infinite."""
+        """Return the error for a parameter with `bad` values that are NaN or infinite."""
         why = f"in {self.dtype}" if scheme is None else "and cannot be quantized"
         return UserError(
             f"quantize version {self.version}: {name}: {bad} of {total} values are NaN or infinite {why}; "

@@ -28,9 +28,10 @@ class SamplerFault(Exception):
 class Connection(Protocol):
     """Sends requests to a sampler and returns their results. Every method raises SamplerFault if the sampler fails.
 
-    capabilities: reported when the sampler was ready: `proved_frac` (fraction of a snapshot's bytes that fingerprints
-    prove), `notes` (lines for the user), `phases` (seconds per part of its start).
-    transports: one per process of the sampler; none in the learner's process.
+    Attributes:
+        capabilities: What the sampler reported when it was ready: `proved_frac` (fraction of a snapshot's bytes that
+            fingerprints prove), `notes` (lines for the user), `phases` (seconds per part of its start).
+        transports: One per process of the sampler; none in the learner's process.
     """
 
     capabilities: dict[str, Any]
@@ -66,8 +67,8 @@ class WeightSender:
     """Keeps one sampler at a time at the policy's version.
 
     Args:
-        layout: Of the model, for the checkpoint that a sampler starts from.
-        tokenizer: For the same checkpoint.
+        layout: Layout of the model, for the checkpoint that a sampler starts from.
+        tokenizer: Tokenizer for the same checkpoint.
         scorer: Computes the canary on this side.
         canary: Token sequences of at least two tokens each.
         say: Called with one line that the user should read.
@@ -75,7 +76,7 @@ class WeightSender:
 
     Attributes:
         holds: Whether the sampler is known to hold a version.
-        metrics: Of the last update, by metric name.
+        metrics: Metrics of the last update, by name.
     """
 
     def __init__(

@@ -26,9 +26,14 @@ from qarl.weight_sync.transport import aligned
 class ModelLayout:
     """Shape, format and device of the model in snapshots.
 
-    config: of the unquantized model. generation: its generation config with the tokens that end a response, if it has
-    one. scheme, ignore: of the linear layers, and which are not quantized. dtype: of everything unquantized and of
-    activations. device: of snapshots. max_length: most tokens of prompt and response.
+    Attributes:
+        config: Hugging Face configuration of the unquantized model.
+        generation: Its generation config, with the tokens that end a response, if it has one.
+        scheme: Quantization scheme of the linear layers.
+        ignore: Linear layers that are not quantized (`quant.ignore`).
+        dtype: dtype of activations and of everything that is not quantized.
+        device: Device of the snapshots.
+        max_length: Maximum tokens of prompt and response.
     """
 
     config: PreTrainedConfig
@@ -118,7 +123,7 @@ def copy_tensors(tensors: Iterable[Tensor], buffer_of: Callable[[int], Tensor]) 
     Copying such copies again is a single transfer. To and from pinned memory it does not synchronize.
 
     Args:
-        tensors: On one device. Their storages are copied whole.
+        tensors: Tensors on one device. Their storages are copied whole.
         buffer_of: Returns an uninitialized uint8 buffer of the given number of bytes, on any device.
 
     Returns:

@@ -86,7 +86,7 @@ def receive(
     """Apply patches to copies of held tensors, and verify everything that arrived.
 
     Args:
-        version: Of the policy, for errors.
+        version: Policy version, for errors.
         arriving: Tensors by name, and patches by name + `PATCH`.
         expected: Fingerprints of all tensors of the version.
         base: Returns the held tensor of a name.
