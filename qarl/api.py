@@ -48,7 +48,7 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
         UserError: An error that the user can fix, in the configuration, data or user code.
         qarl.distributed.fault.OtherRankFailed: Another rank of the run failed.
     """
-    from qarl.memory.estimate import expected_device, too_large
+    from qarl.memory.host import expected_device, too_large
     from qarl.storage.names import checkpoint_steps, step_name
     from qarl.storage.runs import EVALUATIONS, METRICS, Evaluation, read_metrics, read_records
 

@@ -23,7 +23,8 @@ from qarl.distributed.rank_info import own_arguments, rank_info, rank_of_several
 from qarl.errors import UNEXPECTED, UserError, machine_fault, memory_errors, unexpected, with_traceback
 from qarl.inputs.code import describe
 from qarl.inputs.limits import DEVICES
-from qarl.memory.estimate import Item, estimate, expected_device, peak_bytes, too_large
+from qarl.memory.estimate import Item, estimate, peak_bytes
+from qarl.memory.host import expected_device, too_large
 from qarl.memory.sizes import decide_sizes, decided
 from qarl.objectives.base import RatioObjective
 from qarl.terminal.streams import inert_output

@@ -26,7 +26,7 @@ from qarl.distributed.rank_info import RANKS_VARIABLE, log_name
 from qarl.distributed.watch import GRACE_S, NOTE, TICK_S
 from qarl.errors import UNEXPECTED, UserError
 from qarl.inputs.paths import user_path
-from qarl.memory.estimate import expected_device
+from qarl.memory.host import expected_device
 from qarl.utils.machine import visible_gpus
 from qarl.utils.signals import Signals, signal_name
 

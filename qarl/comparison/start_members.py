@@ -21,7 +21,7 @@ from typing import BinaryIO
 from qarl.comparison.plan import Member
 from qarl.comparison.progress import ProgressView, last_record
 from qarl.config import Config
-from qarl.memory.estimate import expected_device
+from qarl.memory.host import expected_device
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.storage.lock import release_lock, take_lock
 from qarl.storage.runs import METRICS

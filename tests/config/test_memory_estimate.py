@@ -7,6 +7,7 @@ from estimates import TINY, config
 from qarl_formats.registry import make_scheme
 
 from qarl.memory import estimate as memory
+from qarl.memory import host
 from qarl.memory.activations import plain_activation_bytes
 from qarl.utils.machine import machine_bytes
 
@@ -48,11 +49,11 @@ def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_th
     items = {item.name: item for item in memory.estimate(offloaded, TINY, "cuda") if "optimizer" in item.name}
     assert [(item.bytes, item.phase) for item in items.values()] == [(1000, "optimizer")]
     assert sizes("cuda")["optimizer state"] == 8 * PARAMETERS
-    assert memory.certain_bytes(offloaded, TINY, "cuda") == 8 * PARAMETERS
-    assert memory.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 6 * PARAMETERS)
-    assert "the moments that optim.offload keeps in host memory need" in memory.too_large(offloaded, TINY, "cuda")
-    assert memory.too_large(config(), TINY, "cuda") is None
+    assert host.certain_bytes(offloaded, TINY, "cuda") == 8 * PARAMETERS
+    assert host.certain_bytes(config(), TINY, "cuda") == 4 * PARAMETERS
+    monkeypatch.setattr(host, "machine_bytes", lambda: 6 * PARAMETERS)
+    assert "the moments that optim.offload keeps in host memory need" in host.too_large(offloaded, TINY, "cuda")
+    assert host.too_large(config(), TINY, "cuda") is None
 
 
 def test_activations_are_of_at_least_one_sequence_and_checkpointing_keeps_layer_inputs():
@@ -161,11 +162,11 @@ def test_the_machines_memory_is_what_its_control_groups_allow(tmp_path, files, g
 
 
 def test_a_model_that_cannot_fit_is_reported_in_one_line(monkeypatch):
-    assert memory.too_large(config(), TINY, "cpu") is None
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 16 * PARAMETERS - 1)
-    said = memory.too_large(config(), TINY, "cpu")
+    assert host.too_large(config(), TINY, "cpu") is None
+    monkeypatch.setattr(host, "machine_bytes", lambda: 16 * PARAMETERS - 1)
+    said = host.too_large(config(), TINY, "cpu")
     assert "masters, gradients and optimizer state need" in said and "\n" not in said
-    assert memory.too_large(config(), TINY, "cuda") is None
+    assert host.too_large(config(), TINY, "cuda") is None
 
 
 AHEAD = {"max_staleness": 3}
@@ -180,8 +181,8 @@ def test_earlier_versions_take_device_memory_or_host_memory_and_one_copy(device)
     assert memory.version_bytes(config(), TINY) == version
     operands = before["GEMM operands"]
     assert sizes(device, rollout=own)["weights of 3 earlier versions"] == 3 * (version + operands)
-    host = config(rollout={**own, "async": {**AHEAD, "kept_versions": "host"}})
-    items = {item.name: item for item in memory.estimate(host, TINY, device)}
+    given = config(rollout={**own, "async": {**AHEAD, "kept_versions": "host"}})
+    items = {item.name: item for item in memory.estimate(given, TINY, device)}
     copy, kept = items["copy of an earlier version for logp_old"], items["weights of 3 earlier versions in host memory"]
     assert (copy.bytes, copy.phase) == (version + operands, "update")
     pinned = 1 << (version - 1).bit_length()

@@ -184,7 +184,7 @@ def test_an_asynchronous_sampler_fills_its_own_gpu():
 @pytest.mark.parametrize(("gib", "staleness", "place"), [(140, 1, "device"), (140, 16, "host"), (640, 16, "device")])
 def test_earlier_versions_go_to_host_memory_if_they_do_not_fit(monkeypatch, gib, staleness, place):
     """An 8B model with int4 weights: a version takes 9 GiB with the operands of its products."""
-    monkeypatch.setattr(memory, "machine_bytes", lambda: 512 * GIB)
+    monkeypatch.setattr("qarl.memory.host.machine_bytes", lambda: 512 * GIB)
     section = {"max_response_length": 1024, "async": {"max_staleness": staleness}}
     given = config(rollout=section, optim={"offload": True})
     found = decide_sizes(given, "cuda", LARGE, gib * GIB)
