@@ -164,6 +164,16 @@ def atomic_write_text(path: Path, text: str) -> None:
     fsync_directory(path.parent)
 
 
+def write_in_run(path: Path, text: str, place: str = "train.run_dir") -> None:
+    """`atomic_write_text` to a directory of a run, which is created if needed.
+
+    The run directory itself is not created: a run whose directory was deleted must stop. Raises UserError.
+    """
+    with disk_errors(path, len(text), place):
+        path.parent.mkdir(exist_ok=True)
+        atomic_write_text(path, text)
+
+
 def write_json(path: Path, value: Any, place: str, indent: int = 1) -> None:
     """Replace `path` by strict JSON, as `atomic_write_text` does. Raises UserError; for `place` see `disk_errors`."""
     text = json.dumps(value, indent=indent, allow_nan=False) + "\n"

@@ -30,7 +30,7 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards, load_tasks, require_r
 from qarl.report.formatting import interval
 from qarl.rollout.engine import Generates, RolloutEngine, SamplingParams
 from qarl.rollout.shared import SharedEngine
-from qarl.storage.disk import disk_errors, write_together
+from qarl.storage.disk import disk_errors, write_in_run
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import EVALUATIONS, Evaluation
 
@@ -248,7 +248,7 @@ class TrainingEvaluation:
     def _write_completions(self, step: int, rows: list[dict[str, Any]]) -> None:
         path = self._path.parent / "evaluations" / f"{step_name(step)}.jsonl"
         text = "".join(to_line({"step": step, **row}) for row in rows)
-        write_together({path: text.encode()}, PLACE)
+        write_in_run(path, text, PLACE)
 
 
 def _no_check() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qarl.inputs.files import read_lines
 from qarl.inputs.json import strict
-from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory
+from qarl.storage.disk import atomic_write_text, disk_errors, fsync_directory, write_in_run
 from qarl.storage.names import remove_later, step_name
 from qarl.storage.runs import METRICS, Metrics, parse_record
 from qarl.storage.tensorfile import safetensors_chunks, write_file
@@ -115,20 +115,14 @@ class Recorder:
         path = self.rollouts_directory / f"{step_name(step)}.jsonl"
         kept = rows[: self._samples] if self._samples else rows
         text = "".join(json.dumps(strict({"step": step, **row}), allow_nan=False) + "\n" for row in kept)
-        self._write_text(path, text)
+        write_in_run(path, text)
         if tensors is not None and self._tensors:
             self._write_tensors(path.with_suffix(".safetensors"), tensors)
 
     def diagnostics(self, step: int, record: dict[str, Any]) -> None:
         """Write diagnostics/NNNNNN.json atomically."""
         text = json.dumps(strict(record), allow_nan=False) + "\n"
-        self._write_text(self.diagnostics_directory / f"{step_name(step)}.json", text)
-
-    def _write_text(self, path: Path, text: str) -> None:
-        """Write a file and, if needed, its directory, but not the run directory: a run that was deleted must stop."""
-        with disk_errors(path, len(text)):
-            path.parent.mkdir(exist_ok=True)
-            atomic_write_text(path, text)
+        write_in_run(self.diagnostics_directory / f"{step_name(step)}.json", text)
 
     def _write_tensors(self, path: Path, tensors: dict[str, Tensor]) -> None:
         temporary = path.with_name(f".{path.name}.tmp")
