@@ -39,6 +39,11 @@ def _checked(what: str, result: int) -> None:
         raise OSError(ctypes.get_errno(), f"{what}: {os.strerror(ctypes.get_errno())}")
 
 
+def _reason(error: BaseException) -> bytes:
+    fix = "" if isinstance(error, FileNotFoundError) else "; allow user namespaces"
+    return f"{error}{fix}\n".encode(errors="replace")
+
+
 def _mount(kind: bytes, place: bytes, flags: int, options: bytes | None = None) -> None:
     _checked(f"mount {place.decode()}", libc.mount(kind, place, kind, flags, options))
 
@@ -61,6 +66,10 @@ def close_file_system(scratch_bytes: int) -> None:
     )
     _checked("read-only file system", done)
     _mount(b"tmpfs", b"/tmp", _NO_SUID | _NO_DEV, b"size=%d,mode=777" % scratch_bytes)
+    if not os.path.exists(sys.executable):
+        raise FileNotFoundError(
+            f"Python ({sys.executable}) is below /tmp, which the sandbox hides; install it elsewhere"
+        )
     try:
         _mount(b"proc", b"/proc", _NO_SUID | _NO_DEV | _NO_EXEC)
     except OSError:  # not permitted in a container that masks parts of /proc
@@ -129,7 +138,7 @@ def forked(action: Callable[[], int], processes: int | None = None) -> int:
             libc.prctl(_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
             code = action()
         except BaseException as error:
-            os.write(2, f"{error}\n".encode(errors="replace"))
+            os.write(2, _reason(error))
         finally:
             os._exit(code)
     return wait_for(child, processes)
@@ -152,7 +161,7 @@ def main() -> int:
     try:
         enter_namespaces()
     except OSError as error:
-        os.write(2, f"{error}\n".encode())
+        os.write(2, _reason(error))
         return SETUP_FAILED
     return forked(first)
 

@@ -91,8 +91,8 @@ def run_program(program: str, stdin: str, limits: Limits, isolation: Isolation) 
                 err.seek(0)
                 reason = err.read(2000).decode(errors="replace").strip() or "no reason given"
                 raise UserError(
-                    f"code: the sandbox cannot be set up on this machine: {reason}; allow user namespaces, or set the "
-                    "option isolation: process, which limits resources but gives programs access to network and files"
+                    f"code: the sandbox cannot be set up on this machine: {reason}, or set the option "
+                    "isolation: process, which limits resources but gives programs access to network and files"
                 )
             return ProgramResult(code, _output(out))
 

@@ -50,17 +50,15 @@ def test_a_module_that_does_not_load_says_why(tmp_path, monkeypatch, name):
         monkeypatch.setattr("qarl.rewards.process.START_LIMIT_S", 1.5)
         monkeypatch.setattr(Worker, "attend", lambda worker: limited_once_it_printed(worker, attend))
     code, said = LOADING[name]
-    (tmp_path / "mine.py").write_text(
-        "import os\n" + code + "\ndef judge(completions, prompts, **columns): return []\n"
-    )
+    text = f"import os\n{code}\ndef judge(completions, prompts, **columns): return []\n"
+    (tmp_path / "mine.py").write_text(text)
     with pytest.raises(UserError, match=said) as caught:
         pool(f"{tmp_path / 'mine.py'}:judge", tmp_path / "rewards.log", memory_gib=0.5)
     line = str(caught.value)
     assert line.isprintable() and "judge`" in line
     if "last output" in line:
-        assert (
-            line.endswith(f"(full output in {tmp_path / 'rewards.log'})") and (tmp_path / "rewards.log").stat().st_size
-        )
+        assert line.endswith(f"(full output in {tmp_path / 'rewards.log'})")
+        assert (tmp_path / "rewards.log").stat().st_size
 
 
 def test_a_function_that_takes_too_much_memory_is_killed(tmp_path):

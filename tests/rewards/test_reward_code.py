@@ -4,6 +4,8 @@ import base64
 import json
 import os
 import pickle
+import sys
+import tempfile
 import time
 import zlib
 from pathlib import Path
@@ -37,8 +39,7 @@ def block(program: str) -> str:
 
 
 def score(program: str, tests: object, **options) -> float:
-    (found,) = code([block(program)], ["p"], tests=[tests], isolation=ISOLATION, **options)
-    return found
+    return code([block(program)], ["p"], tests=[tests], isolation=ISOLATION, **options)[0]
 
 
 STDIN = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -71,8 +72,7 @@ def test_the_fraction_of_passed_tests_and_a_limit_on_their_number():
 
 def test_responses_without_a_finished_program_score_nothing():
     responses = ["no code", "```python\nprint(1)", "<think>```python\nprint(3)\n```", "```cpp\nprint(3)\n```"]
-    tests = {"inputs": [""], "outputs": ["3"]}
-    assert code(responses, ["p"] * 4, tests=[tests] * 4, isolation=ISOLATION) == [0.0] * 4
+    assert code(responses, ["p"] * 4, tests=[{"inputs": [""], "outputs": ["3"]}] * 4, isolation=ISOLATION) == [0.0] * 4
 
 
 def test_the_last_python_block_counts():
@@ -119,20 +119,25 @@ def test_outputs_agree_by_line_and_by_number():
     assert not same_output("1\n2", "1") and not same_output("a", "b") and not same_output("1 2", "1 3")
 
 
-@pytest.mark.parametrize("options", [{"timeout_s": 0}, {"memory_mib": -1}, {"max_tests": 0}])
-def test_options_that_make_no_sense_are_refused(options):
-    with pytest.raises(UserError, match=next(iter(options))):
-        code([], [], tests=[], **{"isolation": ISOLATION, **options})
-
-
 def test_a_machine_without_namespaces_is_told_how_to_go_on(monkeypatch, tmp_path):
     child = tmp_path / "child.py"
-    child.write_text("import os\nos.write(2, b'unshare: Operation not permitted')\nos._exit(125)")
+    child.write_text(
+        "import os\nos.write(2, b'unshare: Operation not permitted; allow user namespaces')\nos._exit(125)"
+    )
     monkeypatch.setattr(code_sandbox, "CHILD", child)
     require_sandbox.cache_clear()
     with pytest.raises(UserError, match=r"unshare: Operation not permitted; allow .*isolation: process"):
         code([block("print(1)")], ["p"], tests=[STDIN])
     require_sandbox.cache_clear()
+
+
+@namespaces
+def test_a_python_that_the_sandbox_hides_is_named(monkeypatch):
+    with tempfile.TemporaryDirectory(dir="/tmp") as hidden:
+        Path(hidden, "python").symlink_to(os.path.realpath(sys.executable))
+        monkeypatch.setattr(sys, "executable", f"{hidden}/python")
+        with pytest.raises(UserError, match=r"machine: Python \(/tmp/\S+\) is below /tmp, .*elsewhere, or set"):
+            run_program("print(1)", "", LIMITS, "namespace")
 
 
 # --- escapes --------------------------------------------------------------------------------------------------------
@@ -190,7 +195,6 @@ def test_a_program_that_takes_too_much_is_ended_in_time(program):
 
 
 def test_limits_hold_without_namespaces_too():
-    ran = run_program("print(input())", "text\n", LIMITS, "process")
-    assert ran == ProgramResult(0, "text\n")
+    assert run_program("print(input())", "text\n", LIMITS, "process") == ProgramResult(0, "text\n")
     assert not run_program("x = bytearray(3 << 30)", "", LIMITS, "process").ok
     assert not run_program("import time\ntime.sleep(60)", "", Limits(wall_s=0.5), "process").ok

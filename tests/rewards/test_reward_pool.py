@@ -80,11 +80,6 @@ def test_failures_past_the_fraction_stop_the_run(pool):
     assert score(rewards, "7").total == [7.0]
 
 
-def test_missing_column_names_the_function_and_the_argument(pool):
-    with pytest.raises(UserError, match=r"reward `answers`: failed on 1 of 1 .*missing 1 required.*'answer'"):
-        score(pool("answers"), "a")
-
-
 def test_prints_go_to_the_log_and_not_into_the_protocol(pool, tmp_path, capfd):
     rewards = pool(log_path=tmp_path / "rewards.log")
     assert score(rewards, "print", "1").total == [4.0, 1.0]
