@@ -19,6 +19,7 @@ from qarl.config.quant import KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
+from qarl.inputs.arguments import checked_arguments
 from qarl.inputs.paths import AnyPath, user_path
 from qarl.types import Completion, EvaluationResult, Exactness, ExportResult, TrainResult
 from qarl.utils.threads import wait_politely
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 Device = Literal["auto", "cpu", "cuda"]
 
 
+@checked_arguments
 def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     """Train a policy to its last step, as `qarl train` does. An interrupted run continues from its checkpoint.
 
@@ -74,6 +76,7 @@ def train(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     )
 
 
+@checked_arguments
 def sft(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     """Train on given responses (supervised fine-tuning), as `qarl sft` does: `train` with `objective.name: sft`.
 
@@ -82,6 +85,7 @@ def sft(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     return train(config, ["objective.name=sft", *override_texts(overrides)])
 
 
+@checked_arguments
 def distill(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     """Train towards the distribution of `objective.teacher`, as `qarl distill` does: `train` with `objective.name:
     distill`.
@@ -91,6 +95,7 @@ def distill(config: ConfigSource, overrides: Overrides = ()) -> TrainResult:
     return train(config, ["objective.name=distill", *override_texts(overrides)])
 
 
+@checked_arguments
 def export(
     run: AnyPath,
     out: AnyPath | None = None,
@@ -154,6 +159,7 @@ def export(
     return written
 
 
+@checked_arguments
 def quantize(
     model: AnyPath,
     out: AnyPath,
@@ -237,6 +243,7 @@ def _write(
         )
 
 
+@checked_arguments
 def evaluate(
     target: AnyPath,
     data: str | Sequence[str] = (),
@@ -312,6 +319,7 @@ def evaluate(
     return EvaluationResult(path, results)
 
 
+@checked_arguments
 def generate(
     target: AnyPath,
     prompts: str | Sequence[str],
@@ -378,6 +386,7 @@ def generate(
     return complete(found, [prompts] if isinstance(prompts, str) else list(prompts), options, device, say)
 
 
+@checked_arguments
 def verify_exact(
     target: AnyPath,
     *,

@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import NoReturn
+from unittest.mock import Mock
 
 import forked_popen
+import numpy as np
 import pytest
 from hand_made_runs import draw_nothing
 from tiny_runs import settings, write_config
@@ -53,8 +54,22 @@ def test_a_fault_is_a_user_error_with_the_key_and_no_exit(tiny_model):
         qarl.train(settings(tiny_model()), {"train.steps": 0})
     with pytest.raises(qarl.UserError, match="no such file"):
         qarl.train("absent.yaml")
-    with pytest.raises(qarl.UserError, match="holds a list"):
-        qarl.train(["a"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "given", "message"),
+    [
+        ("train", {"config": ["a"]}, r"config = \['a'\]: must be str or .* or Mapping\[str, Any\] or Config"),
+        ("compare", {"target": "a.yaml", "reuse": "runs"}, r"reuse = 'runs': must be Sequence\[str"),
+        ("generate", {"target": "m", "prompts": "a", "stop": "END"}, r"stop = 'END': must be Sequence\[str\] or None"),
+        ("generate", {"target": "m", "prompts": "a", "device": "mps"}, "device = 'mps': must be 'auto' or 'cpu' or"),
+        ("export", {"run": "r", "dtype": "fp32"}, "dtype = 'fp32': must be 'bf16' or None"),
+        ("verify_exact", {"target": "m", "engine": "hf"}, "engine = 'hf': must be 'native' or 'vllm'"),
+    ],
+)
+def test_an_argument_of_another_type_is_refused_and_not_taken_for_something_else(function, given, message):
+    with pytest.raises(qarl.UserError, match=f"^{message}"):
+        getattr(qarl, function)(**given)
 
 
 def test_a_source_may_be_a_file_a_dict_or_a_config_and_means_the_same(tmp_path, tiny_model):
@@ -69,12 +84,8 @@ def test_a_source_may_be_a_file_a_dict_or_a_config_and_means_the_same(tmp_path, 
     assert read_source(settings(tiny_model())).config().run_dir == Path("runs/unnamed")
 
 
-def without_vllm(*arguments: object) -> NoReturn:
-    raise Unsupported("vLLM reads exports in tests/export")
-
-
 def test_export_returns_what_it_wrote_and_verifies_it(trained, folder, monkeypatch):
-    monkeypatch.setattr("qarl.exporting.verify.read_vllm", without_vllm)
+    monkeypatch.setattr("qarl.exporting.verify.read_vllm", Mock(side_effect=Unsupported("in tests/export")))
     done = qarl.export(trained.run_dir, folder / "served", verify=True)
     assert done.path == folder / "served" and done.same_as_run
     assert done.files == {p.name: p.stat().st_size for p in done.path.iterdir() if p.name in done.files}
@@ -90,7 +101,7 @@ def test_quantize_writes_a_model_that_generate_reads(tiny_model, tmp_path):
     done = qarl.quantize(tiny_model(), tmp_path / "q", "w8a8")
     assert not done.same_as_run and not done.verified and done.verification is None
     first = qarl.generate(tmp_path / "q", ["one", "two"], max_new_tokens=4)
-    assert first == qarl.generate(tiny_model(), ["one", "two"], max_new_tokens=4, scheme="w8a8")
+    assert first == qarl.generate(tiny_model(), np.array(["one", "two"]), max_new_tokens=np.int64(4), scheme="w8a8")
     assert [each.prompt for each in first] == ["one", "two"]
     assert all(len(each.token_ids) == len(each.logprobs) <= 4 for each in first)
     assert qarl.generate(tmp_path / "q", "one", max_new_tokens=4) == first[:1]

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 from qarl.config.quant import Init, KVCacheDtype
 from qarl.config.source import ConfigSource, Overrides, override_texts, read_source
 from qarl.errors import UserError
+from qarl.inputs.arguments import checked_arguments
 from qarl.inputs.json import read_json_object
 from qarl.inputs.paths import AnyPath, user_path
 from qarl.types import ComparisonResult
@@ -17,6 +18,7 @@ OFFLINE_TOKENS = 4096  # tokens of text in an offline comparison
 Names = Sequence[str] | str  # a list, or comma-separated as on the command line
 
 
+@checked_arguments
 def compare(
     target: ConfigSource | Sequence[AnyPath],
     overrides: Overrides = (),
@@ -83,6 +85,7 @@ def compare(
     )
 
 
+@checked_arguments
 def compare_offline(
     model: AnyPath,
     schemes: Names,

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 from plain_settings import plain_config
 
-from qarl.config import Config
 from qarl.errors import UserError
 from qarl.inference.generate import GenerateOptions, complete, render
 from qarl.inference.opening import open_policy
@@ -21,11 +20,6 @@ def completions(path, texts, scheme="w4a16", **look) -> list[Completion]:
     quant = {"scheme": scheme} | ({"group_size": 32} if scheme == "w4a16" else {})
     target = resolve_target(str(path), quant=quant)
     return complete(target, texts, GenerateOptions(**{"max_new_tokens": 6, **look}), "cpu", lambda line: None)
-
-
-def trained(model: str, **data) -> Config:
-    """A run's configuration."""
-    return plain_config(model={"path": model}, data=data)
 
 
 def test_running_out_of_memory_is_a_line_with_what_to_lower(tiny_model, monkeypatch):
@@ -110,12 +104,9 @@ def test_options_that_mean_nothing_are_refused(tiny_model, look, message):
         completions(tiny_model(), ["hi"], **{"max_new_tokens": 6, **look})
 
 
-def test_chat_without_a_template_is_refused(tiny_model):
+def test_a_template_that_refuses_or_is_not_there_is_one_line(tiny_model, tmp_path):
     with pytest.raises(UserError, match="has no chat template; give --no-chat"):
         completions(tiny_model(chat_template=False), ["hi"], chat=True)
-
-
-def test_a_template_that_refuses_is_one_line(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ raise_exception('only in French') }}")
     with pytest.raises(UserError, match=r"the chat template refuses the prompt \(--no-chat .*only in French"):
@@ -178,7 +169,7 @@ THINKING = (
 def test_arguments_of_the_template_are_the_runs_own_unless_given(tiny_model, tmp_path):
     model = shutil.copytree(tiny_model(), tmp_path / "model")
     (model / "chat_template.jinja").write_text(THINKING)
-    config = trained(str(model), chat_template_kwargs={"enable_thinking": False})
+    config = plain_config(model={"path": str(model)}, data={"chat_template_kwargs": {"enable_thinking": False}})
     run = replace(resolve_target(str(model)), run=config)
     tokenizer = load_tokenizer(run.model)
     for target, given, text in (
