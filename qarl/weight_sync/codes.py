@@ -18,7 +18,7 @@ from torch import Tensor
 
 from qarl.distributed.exchange import Exchange, SingleProcessExchange
 from qarl.distributed.rows import Block, RowPlan
-from qarl.utils.packed_linears import shared_scales
+from qarl.utils.packed_linears import fused_groups
 from qarl.weight_sync.gathers import BucketedGather, own_rows
 from qarl.weight_sync.quantize import Quantizer, SchemeOf
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
@@ -53,8 +53,8 @@ def gather_codes(
     work.
 
     Args:
-        shards: This rank's rows of each master by name, float32; read block by block in the plan's order, and twice
-            if a scheme has one scale per tensor. They are not changed, and the snapshot shares no memory with them.
+        shards: This rank's rows of each master by name, float32; read in the same order on all ranks, and twice if
+            they share a scale. They are not changed, and the snapshot shares no memory with them.
         plan: Assignment of rows to ranks.
         exchange: Gathers the stored tensors.
         scheme_of: Returns the scheme of a parameter; None if it is not quantized.
@@ -77,24 +77,29 @@ def shared_over_ranks(
 ) -> dict[str, Tensor]:
     """Return the value shared by the weights of each block and those fused with them, by the block's first name.
 
-    Leaves out weights of schemes without per-tensor values. A collective that sends only maximum magnitudes.
+    Leaves out weights of schemes without per-tensor values, and single weights of which one rank has all rows, whose
+    value `Scheme.quantize` finds. A collective that sends only maximum magnitudes, on which alone a value depends.
     """
-    schemes = {block: scheme for block in plan.blocks if (scheme := scheme_of(block[0])) is not None}
-    schemes = {block: scheme for block, scheme in schemes.items() if scheme.shared([torch.zeros(1, 1)]) is not None}
-    if not schemes:
-        return {}
-    own = torch.stack([_largest(block, plan, exchange.rank, shards) for block in schemes])
-    # A shared value depends only on the maximum magnitude of the weights, so that is all the ranks exchange.
-    names = [block[0] for block in schemes]
-    largest = dict(zip(names, exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split(1), strict=True))
+    blocks_of: dict[Scheme, list[Block]] = {}
+    for block in plan.blocks:
+        if (scheme := scheme_of(block[0])) is not None:
+            blocks_of.setdefault(scheme, []).append(block)
     found: dict[str, Tensor] = {}
-    for name, scheme in zip(names, schemes.values(), strict=True):
-        alone = scheme.shared([largest[name]])
-        assert alone is not None
-        found[name] = alone
-    for scheme in dict.fromkeys(schemes.values()):  # a stack contains everything it is fused with
-        lone = [block[0] for block, its in schemes.items() if its == scheme and len(block) == 1]
-        found |= shared_scales((name.removesuffix(".weight") for name in lone), scheme, largest.__getitem__)
+    for scheme, blocks in blocks_of.items():
+        if scheme.shared([torch.zeros(1, 1)]) is None:
+            continue
+        lone: dict[str, Block] = {block[0].removesuffix(".weight"): block for block in blocks if len(block) == 1}
+        groups: list[list[Block]] = [[lone.pop(name) for name in names] for names in fused_groups(lone)]
+        groups += [[block] for block in blocks if len(block) > 1]  # a stack contains everything it is fused with
+        groups += [[block] for block in lone.values() if exchange.count > 1]
+        if not groups:
+            continue
+        own = torch.stack([_largest(block, plan, exchange.rank, shards) for group in groups for block in group])
+        largest = exchange.largest(own.nan_to_num(torch.inf, torch.inf)).split([len(group) for group in groups])
+        for group, maxima in zip(groups, largest, strict=True):
+            value = scheme.shared([maxima])
+            assert value is not None
+            found |= dict.fromkeys((block[0] for block in group), value)
     return found
 
 
@@ -104,7 +109,7 @@ def _largest(block: Block, plan: RowPlan, rank: int, shards: Mapping[str, Tensor
         torch.linalg.vector_norm(rows.detach(), torch.inf) if rows.numel() else rows.new_zeros(())
         for _, rows in own_rows(block, plan, rank, shards)
     ]
-    return torch.stack(found).amax()
+    return found[0] if len(found) == 1 else torch.stack(found).amax()
 
 
 class _CodeGather:
@@ -135,7 +140,7 @@ class _CodeGather:
         scheme = self._scheme_of(block[0])
         for places, rows in own_rows(block, self._plan, self._exchange.rank, self._shards):
             made = self._made(block, rows.detach(), scheme)
-            if self._exchange.count == 1 and len(block) == 1 and made:
+            if self._exchange.count == 1 and len(rows) == self._plan.block_shape(block)[0] and made:
                 self._stored[block] = dict(made)  # nothing to gather
                 return
             if block not in self._stored:

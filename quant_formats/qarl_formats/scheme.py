@@ -249,7 +249,7 @@ class Scheme(ABC):
     def shared(self, weights: Iterable[Tensor]) -> Tensor | None:
         """The value that weights share if they are multiplied as one, from their float32 masters; None: there is none.
 
-        `weights` may be a generator.
+        It may depend only on their largest magnitude, which is all that ranks exchange. `weights` may be a generator.
         """
         return None
 

@@ -30,11 +30,6 @@ def test_a_value_that_is_not_finite_exceeds_every_bound(pair) -> None:
         check.compare(3, [pair[0]], pair[1])
 
 
-def test_sequences_of_different_lengths_are_a_fault_of_qarl() -> None:
-    with pytest.raises(ValueError):
-        difference([-1.0], [-1.0, -2.0])
-
-
 @pytest.mark.parametrize(
     ("first", "bound"),
     [(0.1, FACTOR * 0.1), (0.0, FLOOR), (0.9 * BROKEN, BROKEN)],

@@ -1,5 +1,7 @@
 """All masters at once: the snapshot and the errors of single masters, with one synchronization."""
 
+from collections import Counter
+
 import pytest
 import torch
 from qarl_formats.registry import make_scheme, scheme_names
@@ -7,8 +9,10 @@ from qarl_formats.rows import adjacent
 from qarl_kernels.launch import INTERPRETED
 from torch import Tensor
 
+from qarl.distributed.exchange import SingleProcessExchange
 from qarl.distributed.rows import plan_of
 from qarl.errors import UserError
+from qarl.training.updates import LazyValues
 from qarl.utils.packed_linears import shared_scales
 from qarl.weight_sync.codes import quantize_parameters
 from qarl.weight_sync.quantize import quantize_parameter
@@ -45,13 +49,9 @@ def together(values: dict[str, Tensor], of, kernels: bool = False) -> Snapshot:
 def one_by_one(values: dict[str, Tensor], of, kernels: bool = False, scales: bool = True) -> Snapshot:
     modules = [name.removesuffix(".weight") for name in values if scales and of(name) is not None]
     shared = shared_scales(modules, of(f"{modules[0]}.weight"), values.__getitem__) if modules else {}
-    return build_snapshot(
-        3,
-        (
-            (name, quantize_parameter(name, value, of(name), torch.bfloat16, 3, kernels, shared.get(name)))
-            for name, value in values.items()
-        ),
-    )
+    how = torch.bfloat16, 3, kernels
+    forms = ((name, quantize_parameter(name, v, of(name), *how, shared.get(name))) for name, v in values.items())
+    return build_snapshot(3, forms)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -108,6 +108,16 @@ def test_adjacent_masters_are_quantized_at_once_to_the_same_bits(scheme: str, ke
         for suffix in ["weight"] if made is None else made.tensor_specs(*values[stack[0]].shape):
             if made is None or made.rows_per_entry(suffix) is not None:
                 assert adjacent([found.tensors[f"{name.removesuffix('.weight')}.{suffix}"] for name in stack])
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "nvfp4a16"])
+def test_one_process_reads_a_master_again_only_for_a_scale_that_it_shares(scheme: str, monkeypatch) -> None:
+    names = [f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "qkvo"]
+    values, reads = experts()[0] | {name: torch.randn(24, 128, device=DEVICE) for name in names}, Counter[str]()
+    monkeypatch.delattr(SingleProcessExchange, "begin_gathers")  # it would copy the stored tensors
+    together(LazyValues(values, lambda name: reads.update([name]) or values[name]), scheme_of(scheme))
+    alone = {names[3]} if scheme == "nvfp4a16" else values
+    assert reads == {name: 1 + 1 + (name not in alone) for name in values}  # once for its shape
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
