@@ -211,7 +211,7 @@ def _print_estimate(items: list[Item], device: Literal["cpu", "cuda"], ranks: in
     rows = [[what, when, f"{size / 2**30:.2f}"] for what, when, size in sizes]
     each = f" of each of {ranks} ranks" if ranks > 1 else ""
     columns = [Column("what"), Column("when"), Column("GiB", "right")]
-    print_table(Table(columns, rows, f"Memory estimate{each} ({device})"), table_console())
+    print_table(Table(columns, rows, f"Memory estimate{each} ({device})"), table_console(), wrapped=True)
 
 
 app.command()(compare.compare)

@@ -104,9 +104,12 @@ def generate(
 
 def _read(file: Path) -> str:
     try:
-        return read_text(file, PROMPT_BYTES, stream=True)
+        text = read_text(file, PROMPT_BYTES, stream=True)
     except Unreadable as error:
         raise UserError(f"--prompt-file: {file}: {error.reason}") from error
+    if not text.strip():
+        raise UserError(f"--prompt-file: {file}: is empty; give it some text")
+    return text
 
 
 def _as_json(completion: Completion) -> str:

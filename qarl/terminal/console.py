@@ -49,13 +49,14 @@ def table_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else 160)
 
 
-def print_table(table: Table, console: Console, stacked: bool = False) -> None:
+def print_table(table: Table, console: Console, stacked: bool = False, wrapped: bool = False) -> None:
     """Print a table. Columns that do not fit the console follow in further tables, each with the first column.
 
     Args:
         table: The table; its note is not printed.
         console: The console.
         stacked: One word per line in the headers of right-aligned columns, because numbers are narrow.
+        wrapped: Wrap text to fit the console, instead of splitting the table.
     """
     unbounded = console.options.update(max_width=10_000)
     left = list(range(1, len(table.columns)))
@@ -63,7 +64,7 @@ def print_table(table: Table, console: Console, stacked: bool = False) -> None:
         count = len(left)
         while True:
             shown = _rich_table(table, [0, *left[:count]], stacked)
-            if count <= 1 or Measurement.get(console, unbounded, shown).maximum <= console.width:
+            if wrapped or count <= 1 or Measurement.get(console, unbounded, shown).maximum <= console.width:
                 break
             count -= 1
         console.print(shown)

@@ -116,7 +116,7 @@ def test_a_template_that_refuses_or_is_not_there_is_one_line(tiny_model, tmp_pat
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\n", "--prompt 2: is empty"),
+        (b"\n", r"--prompt-file: .*prompt.txt: is empty"),
         (b"\xff", "not UTF-8 text"),
         (None, r"--prompt-file: .*prompt.txt: no such file"),
     ],
