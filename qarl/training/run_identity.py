@@ -31,6 +31,7 @@ from qarl.storage.saved_state import Inputs
 from qarl.weight_sync.snapshot import Manifest, TensorRecord, describe
 
 SAME_FILES = "give every rank the same files"
+READING_S = 3600.0  # seconds beyond `distributed.timeout_s` for one rank to read the model, e.g. from a slow disk
 
 Described = dict[str, tuple[list[int], str, str]]  # tensor name -> shape, dtype, SHA-256
 
@@ -136,7 +137,7 @@ def shared_tensors_digest(
             ranks, lambda: _described(shapes, dict(load_model(config).named_parameters()).__getitem__) if hashes else {}
         )
     else:
-        own = together(ranks, lambda: _described(shapes, stored.read) if hashes else {})
+        own = together(ranks, lambda: _described(shapes, stored.read) if hashes else {}, READING_S)
     every = ranks.gather(own)
     found: list[Described] = [every[leader] for leader in leaders]
     odd = next((name for name in shapes if any(records[name] != found[0][name] for records in found)), "")
