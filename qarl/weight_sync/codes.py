@@ -32,7 +32,7 @@ def quantize_parameters(
     version: int,
     kernels: bool = False,
 ) -> Snapshot:
-    """Quantize all masters in one process; see `gather_codes`. plan: `qarl.distributed.rows.plan_of` one rank."""
+    """Quantize all masters in one process; see `gather_codes`. plan: `qarl.distributed.rows.plan_of` for one rank."""
     return gather_codes(masters, plan, SingleProcessExchange(), scheme_of, dtype, version, kernels)
 
 
@@ -77,8 +77,8 @@ def shared_over_ranks(
 ) -> dict[str, Tensor]:
     """Return the value shared by the weights of each block and those fused with them, by the block's first name.
 
-    Leaves out weights of schemes without per-tensor values, and single weights of which one rank has all rows, whose
-    value `Scheme.quantize` finds. A collective that sends only maximum magnitudes, on which alone a value depends.
+    A collective. It sends only maximum magnitudes, because a shared value depends on nothing else. Leaves out schemes
+    without per-tensor values. With one rank it also leaves out single weights: `Scheme.quantize` computes their value.
     """
     blocks_of: dict[Scheme, list[Block]] = {}
     for block in plan.blocks:

@@ -52,7 +52,7 @@ def make_scheme(
         scale_dtype: One of `SCALE_DTYPES`.
 
     Raises:
-        ValueError: `option_faults` finds something; one line with the argument, its value and what is valid.
+        ValueError: An argument does not fit the scheme; one line with the argument, its value and what is valid.
     """
     kind, given = scheme_class(name), {"group_size": group_size, "symmetric": symmetric, "grid": grid}
     for option, text in option_faults(name, group_size, symmetric, grid):
