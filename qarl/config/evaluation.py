@@ -130,7 +130,10 @@ class EvaluationConfig(Section):
         0, ge=0, lt=2**63, description="Random seed. Each task, prompt and sample has its own random stream."
     )
     correct_threshold: float = Field(
-        1.0, ge=-SCORE, le=SCORE, description="A completion is correct if its total reward is at least this."
+        1.0,
+        ge=-SCORE,
+        le=SCORE,
+        description="A completion is correct if its total reward is at least this; presets always use 1.",
     )
 
     def faults(self) -> Iterator[Fault]:

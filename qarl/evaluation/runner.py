@@ -149,6 +149,7 @@ def _rows(
 ) -> list[Row]:
     """One row per completion, in the order (prompt, sample)."""
     scores = rewards.score(task, prompts, rollouts)
+    threshold = settings.correct_threshold if task.correct_at is None else task.correct_at
     by_id = {prompt.id: prompt for prompt in prompts}
     return [
         {
@@ -161,7 +162,7 @@ def _rows(
             "tokens": len(rollout.token_ids),
             "reward": scores.total[i],
             "rewards": {label: values[i] for label, values in scores.by_function.items()},
-            "correct": scores.total[i] >= settings.correct_threshold,
+            "correct": scores.total[i] >= threshold,
             "answer": by_id[rollout.prompt_id].columns.get("answer"),
         }
         for i, rollout in enumerate(rollouts)

@@ -31,12 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LoadedTask:
-    """A task ready to run. dropped: number of rows dropped because of its own `data.max_prompt_length`."""
+    """A task ready to run.
+
+    Attributes:
+        dropped: Number of rows dropped because of the task's own `data.max_prompt_length`.
+        correct_at: Reward from which a completion is correct: 1 for presets, whose rewards are 0 or 1. None:
+            `evaluation.correct_threshold`, which belongs to the rewards of the user's own tasks.
+    """
 
     name: str
     prompts: list[Prompt]
     functions: list[RewardFunction]
     dropped: int = 0
+    correct_at: float | None = None
 
     @property
     def longest(self) -> int:
@@ -88,7 +95,8 @@ def load_tasks(
             if task.preset is not None:
                 kept = PRESETS[task.preset].reads
                 prompts = [replace(p, columns={name: p.columns[name] for name in kept}) for p in prompts]
-        loaded.append(LoadedTask(str(task.name), prompts, task.functions, report.dropped))
+        correct_at = None if task.preset is None else 1.0
+        loaded.append(LoadedTask(str(task.name), prompts, task.functions, report.dropped, correct_at))
     return loaded
 
 

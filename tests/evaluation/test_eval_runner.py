@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,11 @@ def test_every_prompt_has_its_samples_in_order_and_the_summary_counts_them(whole
 
 def test_results_do_not_depend_on_batches(bench, whole, monkeypatch):
     monkeypatch.setattr(runner, "BATCH_RESPONSES", 4)
-    rows = []
-    assert bench.run(rows) == whole[0] and rows == whole[1]
+    assert bench.run(rows := []) == whole[0] and rows == whole[1]
 
 
 def test_results_of_a_task_do_not_depend_on_the_other_tasks(bench, whole):
-    rows = []
-    bench.run(rows, tasks=bench.tasks[1:])
+    bench.run(rows := [], tasks=bench.tasks[1:])
     assert rows == [r for r in whole[1] if r["task"] == "five"]
 
 
@@ -105,9 +104,10 @@ def test_tasks_draw_from_streams_of_their_own_apart_from_trainings(bench):
 
 
 def test_a_completion_is_correct_from_the_threshold_on(bench, whole):
-    rows = []
-    bench.run(rows, bench.settings(correct_threshold=0.0))
+    bench.run(rows := [], bench.settings(correct_threshold=0.0))
     assert all(r["correct"] for r in rows)
+    presets = [replace(task, correct_at=1.0) for task in bench.tasks]
+    assert bench.run([], bench.settings(correct_threshold=0.0), presets) == whole[0]
     assert [r["completion"] for r in rows] == [r["completion"] for r in whole[1]]
 
 

@@ -91,7 +91,7 @@ def test_a_preset_asks_the_hub_for_its_subset_and_split(name, tokenizer, monkeyp
     (task,) = load_tasks([EvalTask(preset=name, max_prompts=2)], tokenizer)
     preset = PRESETS[name]
     assert asked == [(preset.source, preset.subset, preset.split)]
-    assert task.name == name and len(task.prompts) == 2
+    assert (task.name, len(task.prompts), task.correct_at) == (name, 2, 1.0)
     text = task.prompts[0].text
     if name in MATH:
         assert f"{ASKED}\n\nPlease reason" in text and "\\boxed{}" in text
