@@ -54,6 +54,9 @@ def make_scheme(
     Raises:
         ValueError: An argument does not fit the scheme; one line with the argument, its value and what is valid.
     """
+    for option, value, known in (("grid", grid, GRIDS), ("scale_dtype", scale_dtype, SCALE_DTYPES)):
+        if value not in known:
+            raise ValueError(f"{option} {value!r} is unknown; choose one of {', '.join(known)}")
     kind, given = scheme_class(name), {"group_size": group_size, "symmetric": symmetric, "grid": grid}
     for option, text in option_faults(name, group_size, symmetric, grid):
         raise ValueError(f"{option} {given[option]}: {text}")

@@ -27,11 +27,9 @@ def test_group_sizes_and_what_is_not_quantized():
         ({"name": "w4a16", "group_size": 48}, "group_size 48: must be 32, 64, 128 or -1"),
         ({"name": "w8a8", "group_size": 64}, "group_size 64: scheme w8a8 has no groups"),
         ({"name": "w4a8", "symmetric": False}, "symmetric False: only scheme w4a16 has zero points"),
-        (
-            {"name": "w4a16", "symmetric": False, "grid": "symmetric7"},
-            "grid symmetric7: is for symmetric w4a16 and w4a8",
-        ),
-        ({"name": "w4a16", "grid": "nf4"}, "grid nf4: is for symmetric"),
+        ({"name": "w4a16", "symmetric": False, "grid": "symmetric7"}, "grid symmetric7: is for symmetric w4a16 and"),
+        ({"name": "w4a16", "grid": "nf4"}, "grid 'nf4' is unknown"),
+        ({"name": "w4a16", "scale_dtype": "float8"}, "scale_dtype 'float8' is unknown; choose one of bfloat16, "),
     ],
 )
 def test_impossible_scheme_is_refused_in_one_line(arguments, message):
