@@ -100,8 +100,8 @@ def test_export_returns_what_it_wrote_and_verifies_it(trained, folder, monkeypat
 def test_quantize_writes_a_model_that_generate_reads(tiny_model, tmp_path):
     done = qarl.quantize(tiny_model(), tmp_path / "q", "w8a8")
     assert not done.same_as_run and not done.verified and done.verification is None
-    first = qarl.generate(tmp_path / "q", ["one", "two"], max_new_tokens=4)
-    assert first == qarl.generate(tiny_model(), np.array(["one", "two"]), max_new_tokens=np.int64(4), scheme="w8a8")
+    first, texts = qarl.generate(tmp_path / "q", ["one", "two"], max_new_tokens=4), {"one": 1, "two": 2}.keys()
+    assert first == qarl.generate(tiny_model(), texts, max_new_tokens=np.int64(4), scheme="w8a8")
     assert [each.prompt for each in first] == ["one", "two"]
     assert all(len(each.token_ids) == len(each.logprobs) <= 4 for each in first)
     assert qarl.generate(tmp_path / "q", "one", max_new_tokens=4) == first[:1]

@@ -1,12 +1,13 @@
 """Check the arguments of a Python function against its annotations, as the command line does by parsing."""
 
 import inspect
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from types import UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from qarl.errors import UserError
 from qarl.utils.text import visible
@@ -20,7 +21,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate `function` so that an argument of the wrong type raises UserError.
 
     Without it, some wrong values have a meaning: the string "END" is also a sequence of three texts. Arrays,
-    iterators and ranges become lists.
+    columns of datasets and other iterables become lists.
     """
     signature = inspect.signature(function)
 
@@ -44,7 +45,9 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays and scalars of numpy, series of pandas
         return value.tolist()
-    return list(value) if isinstance(value, (Iterator, range)) else value
+    if isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, os.PathLike, BaseModel)):
+        return [_plain(each) for each in value]
+    return value
 
 
 def _described(hint: Any) -> str:
