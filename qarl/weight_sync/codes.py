@@ -49,8 +49,8 @@ def gather_codes(
     """Quantize all masters and return the whole snapshot on every rank. A collective.
 
     The stored tensors are those of `quantize_parameter`, but it waits for a GPU only once, at the end. The experts of a
-    layer are quantized together: a mixture has thousands of small matrices, for each of which launches take longer than
-    work.
+    layer are quantized together: a mixture has thousands of small matrices, and launching kernels for each would take
+    longer than the computation.
 
     Args:
         shards: This rank's rows of each master by name, float32; read in the same order on all ranks, and twice if
