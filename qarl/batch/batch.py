@@ -235,7 +235,7 @@ class Part:
         """Number of `counted` rows. Their sum over micro-batches does not depend on how the minibatch is split."""
         return self.rows - sum(end - start for start, end in self._repeated)
 
-    @property
+    @cached_property
     def _repeated(self) -> list[tuple[int, int]]:
         """Rows [start, end) of each prompt that another micro-batch counts."""
         found, start = [], 0
