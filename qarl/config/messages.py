@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from qarl.errors import UserError
 from qarl.inputs.json import short_json
+from qarl.utils.text import shortened
 
 Loc = tuple[str | int, ...]
 M = TypeVar("M", bound=BaseModel)
@@ -49,8 +50,7 @@ def fault_line(loc: Loc, value: Any, text: str) -> str:
 
 def shown(text: str, limit: int = 60) -> str:
     """`text` on one line, cut to `limit` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return shortened(" ".join(text.split()), limit)
 
 
 def _key(loc: Loc) -> str:

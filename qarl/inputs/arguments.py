@@ -10,7 +10,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from qarl.errors import UserError
-from qarl.utils.text import visible
+from qarl.utils.text import shortened, visible
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,8 +34,7 @@ def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
             try:
                 TypeAdapter(hints[name], config=ConfigDict(strict=True)).validate_python(value)
             except ValidationError as error:
-                shown = visible(repr(value))
-                shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+                shown = shortened(visible(repr(value)), _SHOWN)
                 raise UserError(f"{name} = {shown}: must be {_described(hints[name])}") from error
         return function(*bound.args, **bound.kwargs)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.inputs.files import TEXT_BYTES, Unreadable, decode, read_text
-from qarl.utils.text import visible
+from qarl.utils.text import shortened, visible
 
 DEPTH = 64  # nesting of lists and objects
 INT_DIGITS = 4000  # below Python's limit for parsing integers, 4,300
@@ -125,9 +125,8 @@ def _walk(value: Any, place: str, surrogates: bool, depth: int = 1, path: str = 
 
 
 def short_json(value: Any) -> str:
-    """Format a value as JSON for a message, cut to 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Format a value as JSON for a message, on one line and cut to 60 characters."""
+    return shortened(visible(json.dumps(value, ensure_ascii=False, default=str)))
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizer
 from qarl.config import ModelConfig
 from qarl.config.model_schema import ConfigJson
 from qarl.inputs.files import file_sha256
+from qarl.inputs.json import short_json
 from qarl.inputs.paths import path_errors
 from qarl.policy.load_config import stop_token_ids
 from qarl.storage.input_files import input_name
@@ -172,5 +173,4 @@ def _set(value: Any) -> Any:
 
 
 def _short(value: Any) -> str:
-    text = "not set" if value is None else json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "not set" if value is None else short_json(value)

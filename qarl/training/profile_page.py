@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from qarl.utils.text import shortened
+
 Event = Mapping[str, Any]  # Chrome trace format; `ts` and `dur` are in microseconds
 
 PREFIX = "qarl/"  # prefix of phase names in the trace
@@ -188,9 +190,8 @@ def _kernel_lines(events: Sequence[Event], found: Device) -> list[str]:
     lines = [f"| {what} | ms | share | calls | GB/s |", "| --- | --- | --- | --- | --- |"]
     for name, share in sorted(shares.items(), key=lambda item: -item[1].seconds)[:TOP]:
         rate = f"{share.bytes / share.seconds / 1e9:.4g}" if share.bytes else ""
-        shown = name if len(name) <= NAME else name[: NAME - 3] + "..."
         cells = f"{1e3 * share.seconds:.2f}", f"{share.seconds / total:.1%}", f"{share.calls}", rate
-        lines.append(_row(f"`{shown.replace('|', '/')}`", *cells))
+        lines.append(_row(f"`{shortened(name, NAME).replace('|', '/')}`", *cells))
     where = "all kernels and copies" if found.kernels else "all operations"
     return [*lines, _row(where, f"{1e3 * total:.2f}", "", f"{sum(share.calls for share in shares.values())}", "")]
 

@@ -20,6 +20,11 @@ def visible(text: str, keep_newlines: bool = False) -> str:
     )
 
 
+def shortened(text: str, limit: int = 60) -> str:
+    """Return `text`, cut to `limit` characters."""
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
 def first_few(items: Iterable[object], most: int = 3, separator: str = ", ") -> str:
     """Format the first few items and the number of the others."""
     texts = list(map(str, items))
