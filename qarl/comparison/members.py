@@ -4,17 +4,14 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from qarl_formats.scheme import is_ignored
-
 from qarl.checks.check import check_model
 from qarl.comparison.intervals import mean_interval
 from qarl.comparison.plan import Member
 from qarl.comparison.study import StudyColumn
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.memory.estimate import DTYPE_BYTES
+from qarl.memory.tensors import version_bytes
 from qarl.storage.runs import RunRecord
 
 COLUMN = "column:"  # prefix of a study's columns in the keys of comparison.json
@@ -58,23 +55,9 @@ def architecture_of(config: Config) -> Architecture | None:
 
 
 def checkpoint_bytes(config: Config) -> int | None:
-    """Return the bytes of the tensors that `qarl export` writes for a run; None if the model's shape is unknown.
-
-    Quantized Linear layers count as compressed-tensors stores them, the rest in `model.dtype`, tied weights once.
-    """
+    """Return the bytes of the tensors that `qarl export` writes for a run; None if the model's shape is unknown."""
     architecture = architecture_of(config)
-    if architecture is None:
-        return None
-    quant = config.quant
-    scheme = scheme_of(quant)
-    width = DTYPE_BYTES[config.model.dtype]
-    total = width * (architecture.embedding_parameters + architecture.vector_parameters)
-    for name, out_features, in_features in architecture.linears():
-        if scheme.quantized and not is_ignored(name, quant.ignore):
-            total += sum(spec.nbytes for spec in scheme.tensor_specs(out_features, in_features).values())
-        else:
-            total += width * out_features * in_features
-    return total
+    return None if architecture is None else version_bytes(config, architecture, exported=True)
 
 
 def evaluation_avg(entry: dict[str, Any]) -> dict[str, float] | None:

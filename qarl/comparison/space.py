@@ -6,7 +6,7 @@ from pathlib import Path
 from qarl.comparison.members import architecture_of
 from qarl.comparison.plan import Member
 from qarl.config import Config
-from qarl.memory.estimate import saved_bytes
+from qarl.memory.tensors import saved_bytes
 from qarl.report.formatting import bytes_
 from qarl.storage.disk import free_bytes
 

@@ -230,11 +230,6 @@ class FusedPass:
         own = self.tokens * (self.layer + self._hidden + self._passing())
         return own if plain is None else max(own, plain.forward_bytes)
 
-    @property
-    def forward_peak(self) -> int:
-        """Peak bytes of a forward without gradient, output layer included."""
-        return max(self.forward_bytes, self.tokens * self._hidden + self._head()) + WORKSPACE_BYTES
-
     def _passing(self) -> int:
         """Peak bytes per token of temporaries in a layer's forward, in addition to its intermediates."""
         a = self.architecture

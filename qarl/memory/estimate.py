@@ -7,7 +7,7 @@ smaller than the items listed here.
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-from qarl_formats.scheme import Scheme, is_ignored
+from qarl_formats.scheme import is_ignored
 
 from qarl.checks.check import check_model
 from qarl.config import Config
@@ -16,9 +16,17 @@ from qarl.config.deepspeed import deepspeed_keys
 from qarl.config.model import ModelConfig
 from qarl.config.quant import scheme_of
 from qarl.errors import UserError
-from qarl.memory.activations import DTYPE_BYTES, Device, activations, fused_pass, logit_bytes, uses_kernels
+from qarl.memory.activations import DTYPE_BYTES, Device, activations, logit_bytes, uses_kernels
 from qarl.memory.gathers import codes_in_flight
 from qarl.memory.ranks import Phase, Share, row_share, rows_in_flight, zero_elements, zero_lines
+from qarl.memory.tensors import (
+    float32_bytes,
+    kv_cache_bytes,
+    kv_cache_width,
+    operand_bytes,
+    optimizer_bytes,
+    quantized_weight_bytes,
+)
 from qarl.utils.packed_linears import fused_groups
 
 Owner = Literal["process", "learner", "optimizer", "sampler"]
@@ -32,72 +40,6 @@ OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
 ELSEWHERE = ("sampler GPU", "host")  # phases of items that are not in the learner's memory
 DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
-
-
-def float32_bytes(parameters: int) -> int:
-    """Master weights, or their gradients."""
-    return 4 * parameters
-
-
-def optimizer_bytes(name: str, matrix_parameters: int, other_parameters: int) -> int:
-    """Optimizer state: AdamW keeps two FP32 moments per parameter; Muon keeps one per matrix element."""
-    return (4 if name == "muon" else 8) * matrix_parameters + 8 * other_parameters
-
-
-def saved_bytes(config: Config, architecture: Architecture) -> int:
-    """Size of a training checkpoint on disk: masters and optimizer state. Headers (kilobytes) are not counted."""
-    other = architecture.parameters - architecture.matrix_parameters
-    return float32_bytes(architecture.parameters) + optimizer_bytes(
-        config.optim.name, architecture.matrix_parameters, other
-    )
-
-
-def quantized_weight_bytes(scheme: Scheme, out_features: int, in_features: int) -> int:
-    """Codes, scales and zero points of one weight as stored (compressed-tensors layout)."""
-    stored = scheme.tensor_specs(out_features, in_features)
-    return sum(spec.nbytes for suffix, spec in stored.items() if suffix != "weight_shape")  # not on the GPU
-
-
-def version_bytes(config: Config, architecture: Architecture) -> int:
-    """Published tensors of one version: quantized linears, and everything else in the compute dtype."""
-    scheme, width, total = scheme_of(config.quant), DTYPE_BYTES[config.model.dtype], 0
-    for name, n, k in architecture.linears():
-        quantized = scheme.quantized and not is_ignored(name, config.quant.ignore)
-        total += quantized_weight_bytes(scheme, n, k) - width * n * k if quantized else 0
-    return total + width * architecture.parameters
-
-
-def operand_bytes(
-    scheme: Scheme, out_features: int, in_features: int, quantized: bool, device: Device, width: int, kernels: bool
-) -> int:
-    """Bytes that matrix products keep for one weight in addition to the published tensors.
-
-    The CPU multiplies in float32, so it keeps a float32 copy of every weight. A GPU multiplies unquantized weights as
-    published. Triton kernels read published codes directly, except int4 codes: these need a tiled copy in blocks of
-    16 x 128 with 4 bytes per group and row. Without kernels (`quant.kernels: reference`) the GPU keeps dequantized
-    weights in the compute dtype, or codes in float32 if activations are quantized. width: bytes per value of the
-    compute dtype.
-    """
-    weights = out_features * in_features
-    if device == "cpu":
-        return 4 * weights
-    if kernels:
-        return scheme.kernel_bytes(out_features, in_features) if quantized else 0
-    if quantized and scheme.activation is not None:
-        return 4 * weights
-    return width * weights if quantized else 0
-
-
-def kv_cache_bytes(tokens: int, layers: int, kv_heads: int, head_dim: int, width: int) -> int:
-    """Keys and values of `tokens` tokens in all layers. width: bytes per value, see `kv_cache_width`."""
-    return 2 * tokens * layers * kv_heads * head_dim * width
-
-
-def kv_cache_width(config: Config, device: Device) -> int:
-    """Bytes per value in the sampler's KV cache. Layers in plain torch store e4m3 values in model.dtype."""
-    own = config.rollout.engine == "native" or config.rollout.numerics == "exact"
-    plain = own and not uses_kernels(config, device)
-    return DTYPE_BYTES[config.model.dtype] if plain or config.quant.kv_cache_dtype == "auto" else 1
 
 
 @dataclass(frozen=True)
@@ -425,21 +367,6 @@ def decode_item(config: Config, vocabulary: int) -> Item:
 def peak_bytes(items: list[Item]) -> int:
     """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase not in ELSEWHERE)
-
-
-def forward_peak(
-    config: Config, architecture: Architecture, device: Device, tokens: int, gradients: bool
-) -> int | None:
-    """Peak bytes of the learner in a forward without gradient; None in plain torch, for which there is no estimate.
-
-    gradients: whether gradients of an earlier backward are in memory.
-    """
-    fused = fused_pass(config, architecture, device, tokens)
-    if fused is None:
-        return None
-    own = [item for item in estimate(config, architecture, device, tokens) if item.owner == "learner"]
-    there = sum(item.bytes for item in own if item.phase == "always")
-    return there + fused.forward_peak - (0 if gradients else float32_bytes(architecture.parameters))
 
 
 def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int) -> int:

@@ -5,7 +5,8 @@ from pathlib import Path
 from qarl.config import Config
 from qarl.config.architecture import Architecture
 from qarl.memory.activations import Device
-from qarl.memory.estimate import float32_bytes, kept_items, saved_bytes, version_bytes
+from qarl.memory.estimate import kept_items
+from qarl.memory.tensors import float32_bytes, saved_bytes, version_bytes
 from qarl.utils.machine import machine_bytes
 
 
@@ -26,7 +27,7 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
     if device == "cuda":
         kept = sum(item.bytes for item in kept_items(config, version_bytes(config, architecture), 0, device)[1:])
         return max(masters, _offloaded(config, architecture) + ranks * kept)
-    return copies * float32_bytes(architecture.parameters) + saved_bytes(config, architecture)
+    return masters + saved_bytes(config, architecture)
 
 
 def _offloaded(config: Config, architecture: Architecture) -> int:

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from qarl.config import Config, RolloutConfig
 from qarl.config.architecture import Architecture
 from qarl.config.by_device import ON_CPU
-from qarl.memory.activations import logit_bytes
-from qarl.memory.estimate import Device, estimate, kv_cache_bytes, kv_cache_width, phase_bytes
+from qarl.memory.activations import Device, logit_bytes
+from qarl.memory.estimate import estimate, phase_bytes
 from qarl.memory.host import too_large
+from qarl.memory.tensors import kv_cache_bytes, kv_cache_width
 
 Place = Literal["device", "host"]
 # vLLM's own defaults for a GPU (0.24 to 0.32; its defaults are larger above 70 GiB). The native engine decodes a small

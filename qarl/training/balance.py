@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.memory.estimate import kv_cache_bytes, kv_cache_width, version_bytes
+from qarl.memory.tensors import kv_cache_bytes, kv_cache_width, version_bytes
 from qarl.training.flops import BACKWARD, forward_flops
 
 BANDWIDTH, FLOPS = 3.35e12, 989e12  # H100 SXM: bytes per second, and 16-bit FLOP/s without sparsity

@@ -10,7 +10,7 @@ import pytest
 from tiny_runs import ONE_PICTURE, settings, write_config
 
 from qarl.checks.check import check_model
-from qarl.memory.estimate import saved_bytes
+from qarl.memory.tensors import saved_bytes
 from qarl.storage.runs import read_run
 
 pytestmark = pytest.mark.slow

@@ -10,7 +10,7 @@ from qarl.comparison import space
 from qarl.comparison.plan import Member
 from qarl.comparison.space import space_warning
 from qarl.config import Config
-from qarl.memory.estimate import saved_bytes
+from qarl.memory.tensors import saved_bytes
 
 
 @pytest.fixture

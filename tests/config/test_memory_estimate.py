@@ -9,6 +9,7 @@ from qarl_formats.registry import make_scheme
 from qarl.memory import estimate as memory
 from qarl.memory import host
 from qarl.memory.activations import plain_activation_bytes
+from qarl.memory.tensors import optimizer_bytes, quantized_weight_bytes, saved_bytes, version_bytes
 from qarl.utils.machine import machine_bytes
 
 MATRICES = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 128 * 64)
@@ -33,14 +34,14 @@ def sizes(device="cpu", **sections) -> dict[str, int]:
     ids=["group", "channel", "zero_points", "int8", "fp8", "fp8_block", "nvfp4a16"],
 )
 def test_stored_weight(scheme, expected):
-    assert memory.quantized_weight_bytes(scheme, 64, 96) == expected
+    assert quantized_weight_bytes(scheme, 64, 96) == expected
 
 
 @pytest.mark.parametrize(("name", "bytes_per_matrix_parameter"), [("adamw", 8), ("muon", 4)])
 def test_optimizer_state_and_a_checkpoint_of_it_with_the_masters(name, bytes_per_matrix_parameter):
-    assert memory.optimizer_bytes(name, 100, 10) == 100 * bytes_per_matrix_parameter + 10 * 8
+    assert optimizer_bytes(name, 100, 10) == 100 * bytes_per_matrix_parameter + 10 * 8
     expected = (4 + bytes_per_matrix_parameter) * MATRICES + 12 * (PARAMETERS - MATRICES)
-    assert memory.saved_bytes(config(optim={"name": name}), TINY) == expected
+    assert saved_bytes(config(optim={"name": name}), TINY) == expected
 
 
 def test_an_offloaded_optimizer_holds_two_buckets_on_the_gpu_and_its_state_on_the_host(monkeypatch):
@@ -178,7 +179,7 @@ def test_earlier_versions_take_device_memory_or_host_memory_and_one_copy(device)
     own = {**config().model_dump()["rollout"], "async": AHEAD}
     before = sizes(device)
     version = before["codes and scales"] + before["unquantized parameters"]
-    assert memory.version_bytes(config(), TINY) == version
+    assert version_bytes(config(), TINY) == version
     operands = before["GEMM operands"]
     assert sizes(device, rollout=own)["weights of 3 earlier versions"] == 3 * (version + operands)
     given = config(rollout={**own, "async": {**AHEAD, "kept_versions": "host"}})

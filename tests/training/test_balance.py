@@ -8,7 +8,7 @@ from plain_settings import plain_config
 
 from qarl.config import Config
 from qarl.config.architecture import Architecture
-from qarl.memory.estimate import version_bytes
+from qarl.memory.tensors import version_bytes
 from qarl.training import balance
 from qarl.training.balance import StepTime, assumed_length, split_text, step_time
 

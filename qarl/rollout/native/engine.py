@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
 from qarl.errors import UserError
-from qarl.memory.estimate import kv_cache_bytes
 from qarl.memory.sizes import sampler_sizes
+from qarl.memory.tensors import kv_cache_bytes
 from qarl.policy.sampler import Sampler
 from qarl.rollout.engine import (
     Progress,

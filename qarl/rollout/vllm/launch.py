@@ -20,7 +20,7 @@ from qarl.config.model_schema import ConfigJson
 from qarl.config.quant import scheme_of
 from qarl.distributed.rank_info import rank_info
 from qarl.errors import UserError
-from qarl.memory import estimate as memory
+from qarl.memory import tensors
 from qarl.policy.routes import stored_dtype
 from qarl.rollout.vllm.inline import InlineSampler
 from qarl.rollout.vllm.process import Sampler, SamplerProcess
@@ -187,8 +187,8 @@ def kv_cache_bytes(config: Config, layout: ModelLayout) -> int | None:
         # vLLM requires that one sequence of the whole context fits.
         tokens = max(layout.max_length, rollout.max_num_seqs * _blocks(longest))
     held = _blocks(tokens) + KV_BLOCK  # vLLM reserves one block
-    width = memory.kv_cache_width(config, "cuda" if layout.device.type == "cuda" else "cpu")
-    return memory.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, width)
+    width = tensors.kv_cache_width(config, "cuda" if layout.device.type == "cuda" else "cpu")
+    return tensors.kv_cache_bytes(held, layout.layers, layout.kv_heads, layout.head_dim, width)
 
 
 def _blocks(tokens: int) -> int:
