@@ -253,6 +253,9 @@ class Config(Section):
         if self.rollout.engine != "data":
             if self.data.response is not None:
                 yield self.fault("data.response", "responses are sampled; leave null, or use rollout.engine: data")
+            if self.diagnostics.gradients_every and not objective.rewarded:
+                text = f"{objective.name} has no policy gradient to measure; must be 0"
+                yield self.fault("diagnostics.gradients_every", text)
             return
         if objective.rewarded:
             text = f"{objective.name} learns from sampled responses; use objective.name: sft or distill"

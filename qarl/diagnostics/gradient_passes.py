@@ -161,9 +161,9 @@ def trained_gram(
     """Compute the inner products of the training gradient and the clean gradient (TRL study, section 8.4).
 
     The training gradient is that of the configured objective with its ratio, clip and correction, but without KL,
-    entropy and router losses. The clean gradient is the learner's score weighted by A, with ratio 1 and no clipping:
-    REINFORCE with the objective's aggregation. Both are computed at the rollout's weights, where the learner's
-    log-probs are `logp_old`.
+    teacher, entropy and router losses. The clean gradient is the learner's score weighted by A, with ratio 1 and no
+    clipping: REINFORCE with the objective's aggregation. Both are computed at the weights at the start of the step,
+    where the learner's log-probs are `logp_old`, except for tokens that an earlier policy version sampled.
 
     Args:
         passes: Provides the policy and the gradient sums; its log-probs are not used.
@@ -175,7 +175,7 @@ def trained_gram(
         The products, (2, 2) float64, and the signs of the clean gradient by master name, int8 on the CPU.
     """
     policy, sums, scale = passes.policy, passes.sums, passes.loss_scale
-    config = objective.config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0})
+    config = objective.config.model_copy(update={"kl_coef": 0.0, "entropy_coef": 0.0, "teacher": None})
     objective = replace(objective, config=config)
 
     @torch.enable_grad()
@@ -192,11 +192,12 @@ def trained_gram(
             value = part.segments.expand(part.advantages) * logp.masked_fill(logp.isinf(), 0.0)
             return -aggregate(value, part.segments, config.aggregation, totals)
 
-        old, shadow = backward(part, clean), None
+        now, shadow = backward(part, clean), None
+        old = part.logp_old if part.batch.logp_old.known(part) else now  # known: computed before the first update
         if objective.needs.shadow:
             how = part.truncation(passes.truncation), passes.chunk, part.routes, part.written
             shadow = policy.frozen_logprobs(policy.shadow, part.prompts, part.responses, *how)
-        seen.append(TokenLogProbs(old, old, part.logp_sampler, shadow))
+        seen.append(TokenLogProbs(now, old, part.logp_sampler, shadow))
     reference = [None if g is None else g.cpu() for g in sums.take()]
     names = [name for name, _ in policy.named_parameters()]
     signs = {name: g.sign().to(torch.int8) for name, g in zip(names, reference, strict=True) if g is not None}

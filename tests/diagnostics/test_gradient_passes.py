@@ -95,28 +95,30 @@ def test_the_clipped_gradients_are_those_of_the_losses_with_the_clip_indicator_r
 @pytest.mark.parametrize(
     "sections",
     [
-        {"objective": {"name": "grpo", "ratio": "rollout", "clip_ratio_low": 0.01, "clip_ratio_high": 0.01}},
+        {"objective": {"name": "grpo", "ratio": "rollout", "clip_ratio_low": 0.01, "teacher": {"path": "unread"}}},
         {"objective": {"name": "dapo", "loss": "detach_center", "ratio": "shadow", "entropy_coef": 0.1}},
         {"objective": {"name": "grpo"}, "correction": {"level": "token", "normalize": True, "upper": 1.0}},
         {"objective": {"name": "reinforce"}},
     ],
-    ids=["clipped rollout ratio", "centred shadow ratio", "weighted", "reinforce"],
+    ids=["rollout ratio beside a teacher", "centred shadow ratio", "weighted and stale", "reinforce"],
 )
 def test_the_trained_gradient_is_that_of_the_configured_loss_and_the_clean_one_is_reinforce(llama, sections):
     exact = {"learner_dtype": "float32", "dtype": "float32"}
     run = parts(llama, **QUANTIZED_ROLLOUT, model=exact, **sections)
     batch, objective = mostly_live(run), run.learner.objective
     whole, masters = batch.whole(), [p for _, p in run.policy.named_parameters()]
+    if stale := "correction" in sections:  # logp_old is that of an earlier version
+        batch.logp_old.fill(whole, whole.logp_sampler * 1.01)
     totals = Totals(len(whole), whole.tokens, run.config.rollout.max_response_length)
     passes = Passes(run.policy, [], whole.tokens, run.sampling.truncation, 64, 8.0)
     gram, signs = trained_gram(passes, objective, whole.micro_batches(40), totals)
 
     logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
-    old = logp.detach()
-    logps = TokenLogProbs(logp, old, packed(batch.logp_sampler), shadow(run, batch))
-    plain = replace(objective, config=objective.config.model_copy(update={"entropy_coef": 0.0}))
+    now = logp.detach()
+    logps = TokenLogProbs(logp, whole.logp_old if stale else now, packed(batch.logp_sampler), shadow(run, batch))
+    plain = replace(objective, config=objective.config.model_copy(update={"entropy_coef": 0.0, "teacher": None}))
     rest = whole.advantages, whole.segments
-    loss, _ = plain(logps, *rest, totals, plain.constants(replace(logps, logp=old), *rest))
+    loss, _ = plain(logps, *rest, totals, plain.constants(replace(logps, logp=now), *rest))
     value = whole.segments.expand(whole.advantages) * logp
     clean = -aggregate(value, whole.segments, objective.config.aggregation, totals)
     rows = torch.stack(
