@@ -3,9 +3,6 @@
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-from qarl.report.blocks import LineChart, Series
 
 
 @dataclass(frozen=True)
@@ -18,10 +15,27 @@ class Curves:
     log_y: bool = False
     note: str = ""
 
+    def labels(self, names: Iterable[str]) -> dict[str, str]:
+        """Return the label of each metric of this chart; the first matching expression wins."""
+        found: dict[str, str] = {}
+        present = dict.fromkeys(names)
+        for pattern, label in self.metrics.items():
+            # Most patterns are literal names, and a run may have thousands of metrics.
+            for name in present if "(" in pattern else {pattern} & present.keys():
+                match = re.fullmatch(pattern, name)
+                if match and name not in found:
+                    found[name] = match.expand(label)
+        return found
 
-REWARD_PARTS = Curves("Parts of the reward", "mean over the responses", {r"reward/(.+)_mean": r"\1"})
+
+def _by_kind(title: str, unit: str, metric: str) -> Curves:
+    """Return the chart of a statistic of end-of-sequence tokens and of the other tokens."""
+    metrics = {f"precision/eos_{metric}": "end of sequence", f"precision/rest_{metric}": "other tokens"}
+    return Curves(f"{title} at end-of-sequence and other tokens", unit, metrics)
+
+
 REWARD = (
-    REWARD_PARTS,
+    Curves("Parts of the reward", "mean over the responses", {r"reward/(.+)_mean": r"\1"}),
     Curves("Failed scores", "scores per step", {"reward/failed": "failed"}),
     Curves("Skipped rows", "rows per step that a function returned None for", {r"reward/(.+)_skipped": r"\1"}),
     Curves("Response length", "tokens", {"response/length_mean": "mean", "response/length_max": "longest"}),
@@ -288,31 +302,11 @@ PRECISION = (
         },
         note="Outside the clip bounds for either sign of the advantage; the gradient is lost on one side only.",
     ),
-    Curves(
-        "Precision gap at end-of-sequence and other tokens",
-        "mean |beta| of a token (nats)",
-        {"precision/eos_beta_abs_mean": "end of sequence", "precision/rest_beta_abs_mean": "other tokens"},
-    ),
-    Curves(
-        "Mean precision gap at end-of-sequence and other tokens",
-        "mean beta of a token (nats)",
-        {"precision/eos_beta_mean": "end of sequence", "precision/rest_beta_mean": "other tokens"},
-    ),
-    Curves(
-        "Policy change at end-of-sequence and other tokens",
-        "mean |alpha| of a token (nats)",
-        {"precision/eos_alpha_abs_mean": "end of sequence", "precision/rest_alpha_abs_mean": "other tokens"},
-    ),
-    Curves(
-        "Phantom clipping at end-of-sequence and other tokens",
-        "fraction of them",
-        {"precision/eos_phantom_frac": "end of sequence", "precision/rest_phantom_frac": "other tokens"},
-    ),
-    Curves(
-        "Spread of the precision gap at end-of-sequence and other tokens",
-        "standard deviation of beta (nats)",
-        {"precision/eos_beta_std": "end of sequence", "precision/rest_beta_std": "other tokens"},
-    ),
+    _by_kind("Precision gap", "mean |beta| of a token (nats)", "beta_abs_mean"),
+    _by_kind("Mean precision gap", "mean beta of a token (nats)", "beta_mean"),
+    _by_kind("Policy change", "mean |alpha| of a token (nats)", "alpha_abs_mean"),
+    _by_kind("Phantom clipping", "fraction of them", "phantom_frac"),
+    _by_kind("Spread of the precision gap", "standard deviation of beta (nats)", "beta_std"),
     Curves(
         "Precision gap by log-prob",
         "mean |beta| of a token (nats)",
@@ -421,78 +415,11 @@ GROUPS = {  # title of the section -> charts
 }
 
 
-def names_of(records: list[dict[str, Any]]) -> list[str]:
-    """Return the metrics in order of first appearance."""
-    return list(dict.fromkeys(name for record in records for name in record))
-
-
-def values_of(records: list[dict[str, Any]], name: str) -> list[float | None]:
-    """Return one value per record; None if it is missing, null or not a number."""
-    values = (record.get(name) for record in records)
-    return [v if isinstance(v, (int, float)) and not isinstance(v, bool) else None for v in values]
-
-
-def charts_of(
-    group: Iterable[Curves], records: list[dict[str, Any]]
-) -> tuple[list[LineChart], list[tuple[str, float]]]:
-    """Return the charts of a group that the run has metrics for, and (metric, value) of constant metrics.
-
-    A chart whose curves are all constant over three or more steps is replaced by rows of a table. Steps without any
-    metric of a chart, because it is measured only occasionally, are not gaps.
-    """
-    names = names_of(records)
-    charts: list[LineChart] = []
-    constant: list[tuple[str, float]] = []
-    for curves in group:
-        found = _found(curves, names)
-        rows = [record for record in records if any(name in record for name in found)]
-        values = {name: values_of(rows, name) for name in found}
-        single = {name: set(column) for name, column in values.items()}
-        if len(rows) > 2 and all(len(s) == 1 and None not in s for s in single.values()):
-            constant += [(name, value) for name, s in single.items() for value in s if value is not None]
-        elif found:
-            steps = [record["step"] for record in rows]
-            series = [Series(label, steps, values[name]) for name, label in found.items()]
-            # An estimate such as chi-squared can be negative, which a log axis would omit.
-            log_y = curves.log_y and not any(v < 0 for column in values.values() for v in column if v is not None)
-            charts.append(LineChart(curves.title, "step", curves.unit, series, log_y, curves.note))
-    return charts, constant
-
-
-def other_charts(records: list[dict[str, Any]], known: set[str]) -> list[LineChart]:
-    """Return a chart for each numeric metric that is in no group and not in `known`."""
-    names = names_of(records)
-    known = (
-        known
-        | set(ELSEWHERE)
-        | {name for group in GROUPS.values() for curves in group for name in _found(curves, names)}
-    )
-    steps = [record["step"] for record in records]
-    return [
-        LineChart(name, "step", "as logged", [Series(name, steps, values_of(records, name))])
-        for name in names
-        if name not in known and not all(isinstance(record.get(name), str) for record in records)
-    ]
-
-
 def meaning(name: str) -> str:
     """Return title, label and unit of a metric's chart; empty if no chart has it."""
     for group in GROUPS.values():
         for curves in group:
-            label = _found(curves, [name]).get(name)
+            label = curves.labels([name]).get(name)
             if label is not None:
                 return f"{curves.title}: {label} ({curves.unit})"
     return ""
-
-
-def _found(curves: Curves, names: list[str]) -> dict[str, str]:
-    """Map each existing metric to its label; the first matching expression wins."""
-    found: dict[str, str] = {}
-    present = set(names)
-    for pattern, label in curves.metrics.items():
-        # Most patterns are literal names, and a run may have thousands of metrics.
-        for name in names if "(" in pattern else {pattern} & present:
-            match = re.fullmatch(pattern, name)
-            if match and name not in found and not (curves is REWARD_PARTS and name in ELSEWHERE):
-                found[name] = match.expand(label)
-    return found

@@ -9,19 +9,15 @@ from typing import Any
 from qarl.errors import UserError
 from qarl.inputs.json import flatten
 from qarl.report.blocks import (
-    Bar,
-    BarChart,
     Block,
     Code,
     Column,
     Facts,
-    LineChart,
     Section,
-    Series,
     Table,
     Text,
 )
-from qarl.report.curves import GROUPS, charts_of, names_of, other_charts, values_of
+from qarl.report.curve_sections import curve_sections, names_of, other_charts, values_of
 from qarl.report.diagnostics import diagnostics_section
 from qarl.report.evaluation import evaluation_section
 from qarl.report.formatting import gib, number, percent, seconds
@@ -76,7 +72,8 @@ def report_sections(record: RunRecord) -> list[Section]:
     sections = [Section("Summary", [*_warnings(record), _facts(record)])]
     constant: list[tuple[str, float]] = []
     if metrics:
-        sections += [_curves(title, metrics, constant) for title in GROUPS]
+        curves, constant = curve_sections(metrics)
+        sections += curves
     sections.insert(2, evaluation_section(record.evaluations))
     sections.insert(-1 if metrics else len(sections), diagnostics_section(record.path))  # before the cost section
     known = {name for name in names_of(metrics) if record.evaluations and name.startswith("eval/")}
@@ -149,50 +146,6 @@ def _facts(record: RunRecord) -> Facts:
             ("Peak memory", gib(max(peak) if peak else None)),
         ]
     return Facts(items)
-
-
-def _curves(title: str, metrics: list[dict[str, Any]], constant: list[tuple[str, float]]) -> Section:
-    """Build the section of a group of curves. Appends (metric, value) of constant metrics to `constant`."""
-    charts, still = charts_of(GROUPS[title], metrics)
-    constant += still
-    blocks: list[Block] = [*charts]
-    if title == "Reward and responses" and "reward/mean" in names_of(metrics):
-        blocks.insert(0, _reward(metrics))
-    if dict(still).get("mismatch/delta_abs_max") == 0:
-        blocks.insert(0, Text(f"Sampler and learner agreed bit for bit in all {len(metrics)} steps: |delta| was 0."))
-    if title == "Cost" and len(metrics) > 1:
-        blocks += _phases(metrics)
-    return Section(title, blocks)
-
-
-def _reward(metrics: list[dict[str, Any]]) -> LineChart:
-    steps = [row["step"] for row in metrics]
-    mean, std = values_of(metrics, "reward/mean"), values_of(metrics, "reward/std")
-    pairs = list(zip(mean, std, strict=True))
-    low = [None if m is None or s is None else m - s for m, s in pairs]
-    high = [None if m is None or s is None else m + s for m, s in pairs]
-    series = [Series("mean of the step", steps, mean, low, high)]
-    window = min(50, len(metrics) // 10)
-    note = "Band: one standard deviation over the step's responses."
-    if window > 1:
-        series.append(Series(f"mean of the last {window} steps", steps, _trailing(mean, window)))
-    return LineChart("Reward", "step", "mean reward per response", series, note=note)
-
-
-def _trailing(values: list[float | None], window: int) -> list[float | None]:
-    """Return the mean over the last `window` values, ignoring missing ones; None for the first steps."""
-    parts = [[v for v in values[max(0, i + 1 - window) : i + 1] if v is not None] for i in range(len(values))]
-    return [statistics.fmean(part) if part and i + 1 >= window else None for i, part in enumerate(parts)]
-
-
-def _phases(metrics: list[dict[str, Any]]) -> list[Block]:
-    """Return the median time per phase, without the first step, which includes warm-up."""
-    bars = []
-    for name in names_of(metrics):
-        values = [v for v in values_of(metrics[1:], name) if v is not None]
-        if name.startswith("time/") and values:
-            bars.append(Bar(name.removeprefix("time/").removesuffix("_s"), statistics.median(values)))
-    return [BarChart("Step time", "seconds, median after the first step", bars)] if bars else []
 
 
 def _environment(environment: dict[str, Any]) -> Section:
