@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -100,3 +100,16 @@ class KeptVersions:
         """Wait until the copies to host memory are complete: a checkpoint reads them without a stream."""
         if self._policy.device.type == "cuda":
             torch.cuda.current_stream(self._policy.device).synchronize()
+
+
+def saved_versions(tensors: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
+    """Return the tensors that `KeptVersions.tensors` saved, by name, of each version in ascending order.
+
+    tensors: tensors of the checkpoint, among them others, whose names do not begin with a version.
+    """
+    found: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        version, _, own = name.partition("/")
+        if own and version != "routing":
+            found.setdefault(int(version), {})[own] = tensor
+    return dict(sorted(found.items()))

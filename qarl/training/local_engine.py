@@ -135,16 +135,12 @@ class ReplayEngine(LocalEngine):
         """Return what `load` continues from: `VERSION/NAME` -> tensor of the earlier versions that steps may need."""
         return self.policy.kept.tensors(set(self._published) - {self.policy.version})
 
-    def load(self, names: Iterable[str], snapshot_of: Callable[[int], Snapshot]) -> None:
-        """Continue from a saved state, before the first publish.
-
-        Args:
-            names: Names of the saved tensors.
-            snapshot_of: Builds the snapshot of a version from its tensors.
-        """
-        self._published = sorted({int(name.split("/")[0]) for name in names})
-        for version in self._published:
-            self.policy.kept.add(snapshot_of(version))
+    def load(self, kept: Iterable[Snapshot]) -> None:
+        """Continue from a saved state, before the first publish. kept: the earlier versions, ascending."""
+        self._published = []
+        for snapshot in kept:
+            self._published.append(snapshot.version)
+            self.policy.kept.add(snapshot)
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
         """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`.

@@ -13,9 +13,11 @@ from torch import Tensor
 
 from qarl.distributed.together import together
 from qarl.errors import UserError
+from qarl.policy.kept import saved_versions
 from qarl.policy.model_identity import changed_inputs
 from qarl.policy.policy import Policy
 from qarl.rollout.asynchronous.engine import AsyncEngine
+from qarl.rollout.asynchronous.saved_groups import changed_key
 from qarl.storage.checkpoint import Checkpoint
 from qarl.storage.loading import StoredTensors
 from qarl.storage.pieces import ROLLOUTS, Piece
@@ -127,17 +129,16 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     stored = checkpoint.tensors.get(ROLLOUTS, StoredTensors({}, {}))
     tensors = {name: stored[name] for name in stored}
 
-    def snapshot_of(version: int) -> Snapshot:
-        prefix = f"{version}/"
-        own = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-        return stored_snapshot(run.policy, version, own)
+    def kept() -> Iterator[Snapshot]:
+        for version, own in saved_versions(tensors).items():
+            yield stored_snapshot(run.policy, version, own)
 
     if saved is None:
         if isinstance(source, ReplayEngine):
-            source.load(tensors, snapshot_of)
+            source.load(kept())
         return
     waiting = len(saved["groups"])
-    key = "rollout.async as it was" if not isinstance(source, AsyncEngine) else source.unfit(saved)
+    key = changed_key(source.config, saved) if isinstance(source, AsyncEngine) else "rollout.async as it was"
     if key and waiting:
         raise UserError(
             f"{path}: {waiting} prompts were sampled ahead of the learner with another configuration than this run's; "
@@ -146,7 +147,7 @@ def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
     if key or not isinstance(source, AsyncEngine):
         return
     try:
-        source.load(tensors, saved, snapshot_of)
+        source.load(tensors, saved, kept())
     except (LookupError, TypeError, ValueError) as error:
         raise UserError(
             f"{path}: its asynchronous rollouts are damaged ({error!r}); set checkpoint.resume to another checkpoint"

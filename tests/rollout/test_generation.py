@@ -10,15 +10,8 @@ from tiny_models import tiny_settings
 
 from qarl.config import Config
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.rollout.asynchronous.groups import (
-    Added,
-    OrderLog,
-    PendingGroup,
-    Published,
-    load_groups,
-    prompt_digest,
-    save_groups,
-)
+from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published
+from qarl.rollout.asynchronous.saved_groups import load_groups, prompt_digest, save_groups
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import Generation, NativeEngine
 from qarl.rollout.sequence import Sequence, uniforms
@@ -148,16 +141,11 @@ def group(number: int, finished: int, partial: bool = False) -> PendingGroup:
     return found
 
 
-def prompt_of(number: int, digest: str | None) -> Prompt:
-    assert digest == prompt_digest(PROMPTS[number])
-    return PROMPTS[number]
-
-
 def test_saved_groups_are_read_back():
     groups = [group(0, 2), group(1, 1, partial=True), group(2, 0)]
     tensors, rows = save_groups(groups)
-    found = load_groups(tensors, rows, prompt_of, n=2)
-    assert found == groups
+    found = load_groups(tensors, rows, dict(enumerate(PROMPTS)), n=2)
+    assert found == groups and [row["prompt_sha256"] for row in rows] == list(map(prompt_digest, PROMPTS))
     assert [one.complete for one in found] == [True, False, False]
     assert found[1].request().samples == [3] and found[1].request().partial == {3: ([1, 2], [-0.5, -0.25], [0, 1])}
     assert found[0].versions == {0, 1}

@@ -11,11 +11,10 @@ that time. Together no token is older than `max_staleness` versions. No response
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
@@ -30,7 +29,6 @@ from qarl.config import Config
 from qarl.data import PromptStream
 from qarl.distributed.ranks import Ranks, share_of
 from qarl.distributed.together import together
-from qarl.errors import UserError
 from qarl.policy.kept import KeptVersions
 from qarl.policy.policy import Policy
 from qarl.rewards import RewardPool, RewardResult
@@ -38,17 +36,16 @@ from qarl.rewards.batch import Share
 from qarl.rewards.shared import judge, score_rollouts
 from qarl.rollout.asynchronous.connection import SamplerConnection
 from qarl.rollout.asynchronous.group_queue import POLL_S, GroupQueue
-from qarl.rollout.asynchronous.groups import (
-    Added,
-    PendingGroup,
-    Published,
-    Wave,
-    load_groups,
-    merged_logs,
-    prompt_digest,
-    save_groups,
-)
+from qarl.rollout.asynchronous.groups import Added, PendingGroup, Published, Wave
 from qarl.rollout.asynchronous.process import AsyncProcess
+from qarl.rollout.asynchronous.saved_groups import (
+    gather_saved,
+    load_groups,
+    load_log,
+    sampled_with,
+    save_groups,
+    save_log,
+)
 from qarl.rollout.engine import (
     Progress,
     RolloutEngine,
@@ -65,20 +62,6 @@ from qarl.types import Prompt, Rollout
 from qarl.utils.averages import mean
 from qarl.weight_sync.canary import canary_of
 from qarl.weight_sync.snapshot import Snapshot
-
-# Keys of `rollout` and `rollout.async` that must not change while a checkpoint has groups that were sampled ahead.
-SAMPLED_WITH = (
-    "n",
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_response_length",
-    "stop",
-    "stop_token_ids",
-    "ignore_eos",
-    "dynamic_sampling",
-)
-QUEUED_WITH = "max_staleness", "publish_every", "in_flight", "order", "oversample", "proximal"
 
 
 class AsyncEngine(RolloutEngine):
@@ -331,88 +314,47 @@ class AsyncEngine(RolloutEngine):
             for number, sample, *found in partials:
                 if (group := by_number.get(number)) is not None and sample not in group.rollouts:
                     group.partial[sample] = tuple(found)
-            tensors, rows = save_groups(own)
-            log: list[Any] = []
-            for entry in self._queue.log.entries:
-                if isinstance(entry, Published):
-                    log.append(["publish", entry.version])
-                else:
-                    log.append(["add", [group.number for group in entry.groups]])
-        ranks, needed = self._ranks, self._needed() - {self.policy.version}
-        whole = {name: torch.cat(ranks.gather_tensors(tensors.pop(name))) for name in ("tokens", "logprobs")}
-        if ranks.first:
-            tensors |= whole | self.policy.kept.tensors(needed)
-        state = {
-            "groups": [row for every in ranks.gather(rows) for row in every],
-            "log": merged_logs(ranks.gather(log)),
+            saved, log = save_groups(own), save_log(self._queue.log)
+        needed = self._needed() - {self.policy.version}
+        tensors, of_all = gather_saved(*saved, log, self._ranks)
+        if self._ranks.first:
+            tensors |= self.policy.kept.tensors(needed)
+        return tensors, {
+            **of_all,
             "number": self._next_number,
             "submitted": [[step, count] for step, count in sorted(self._submitted.items())],
             "published": self._published,
             "n": self.sampling.n,
-            "sampled_with": self._sampled_with(),
+            "sampled_with": sampled_with(self.config),
         }
-        return tensors, state
 
-    def _sampled_with(self) -> dict[str, Any]:
-        """Return the configuration that the waiting groups depend on: their responses, their number and their age."""
-        rollout, ahead = self.config.rollout.model_dump(mode="json"), self.settings.model_dump(mode="json")
-        return (
-            {f"rollout.{key}": rollout[key] for key in SAMPLED_WITH}
-            | {f"rollout.async.{key}": ahead[key] for key in QUEUED_WITH}
-            | {"rollout.min_p": self.config.min_p, "train.prompts_per_step": self.config.train.prompts_per_step}
-        )
-
-    def unfit(self, state: dict[str, Any]) -> str:
-        """Return a key whose value differs from that of the run that saved `state`, with that value; "" if none does.
-
-        Checkpoints of earlier versions have only `rollout.n`.
-        """
-        own, before = self._sampled_with(), {"rollout.n": state["n"], **state.get("sampled_with", {})}
-        return next((f"{key}: {json.dumps(value)}" for key, value in before.items() if own.get(key) != value), "")
-
-    def load(
-        self, tensors: Mapping[str, Tensor], state: dict[str, Any], snapshot_of: Callable[[int], Snapshot]
-    ) -> None:
+    def load(self, tensors: Mapping[str, Tensor], state: dict[str, Any], kept: Iterable[Snapshot]) -> None:
         """Continue from a saved state, before the first publish. Any number of ranks may have saved it.
 
         Args:
             tensors: Tensors of all ranks.
             state: JSON that `state` returned.
-            snapshot_of: Builds the snapshot of a kept version from its tensors.
+            kept: The kept versions, ascending.
 
         Raises:
             UserError: The state is inconsistent, or one of its prompts is not in the data any more.
         """
-
-        def prompt_of(number: int, digest: str | None) -> Prompt:
-            prompt = self._prompts.get(number)
-            if prompt is None or digest not in (None, prompt_digest(prompt)):
-                what = "is not in the data" if prompt is None else "changed"
-                raise UserError(f"rollout.async: prompt {number} of a saved response {what}; restore the data")
-            return prompt
-
-        groups = load_groups(tensors, state["groups"], prompt_of, self.sampling.n)
+        groups = load_groups(tensors, state["groups"], self._prompts, self.sampling.n)
         groups.sort(key=lambda group: group.number)
         for group in groups:
             group.rank %= self._ranks.count
             if group.rank != self._ranks.rank:
                 group.rollouts, group.partial = {}, {}
         own = [group for group in groups if group.rank == self._ranks.rank]
-        by_number = {group.number: group for group in own}
-        stored = {name.split("/")[0] for name in tensors if "/" in name and not name.startswith("routing/")}
-        for version in sorted(map(int, stored)):
-            self.policy.kept.add(snapshot_of(version))
+        for snapshot in kept:
+            self.policy.kept.add(snapshot)
         with self._queue.changed:
             self._queue.groups = deque(groups)
             self._next_number = state["number"]
             self._submitted = Counter(dict(map(tuple, state["submitted"])))
             self._published = list(state["published"])
             self._queue.to_score.extend(group for group in own if group.complete)
-            for operation, what in state["log"]:
-                if operation == "add":
-                    self._queue.log.append(Added([by_number[number] for number in what if number in by_number]))
-                else:
-                    self._queue.log.append(Published(what, []))
+            self._queue.log = load_log(state["log"], own)
             self._connection.repeat()
 
     # --- the learner's side ------------------------------------------------------------------------------------
@@ -498,16 +440,9 @@ class AsyncEngine(RolloutEngine):
 
     def _score(self) -> None:
         """Score complete groups until the engine closes; groups of the same step are scored together."""
-        while True:
-            with self._queue.changed:
-                while not self._queue.to_score and not self._queue.closing:
-                    self._queue.changed.wait()
-                if self._queue.closing:
-                    return
-                step = self._queue.to_score[0].step
-                groups = [group for group in self._queue.to_score if group.step == step]
-                self._queue.to_score = deque(group for group in self._queue.to_score if group.step != step)
-            n, prompts = self.sampling.n, [group.prompt for group in groups for _ in range(self.sampling.n)]
+        n = self.sampling.n
+        while groups := self._queue.next_to_score():
+            prompts = [group.prompt for group in groups for _ in range(n)]
             rollouts = [rollout for group in groups for rollout in group.ordered]
             scores = score_rollouts(self._rewards, prompts, rollouts, Share(0, self._per_step * n))
             with self._queue.changed:

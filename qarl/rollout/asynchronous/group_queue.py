@@ -16,7 +16,7 @@ CLOSE_S = 5.0  # seconds to wait for a thread when the run ends
 class GroupQueue:
     """Groups that samplers work on or have completed, until a step has learned from them.
 
-    Hold the lock of `changed` to access anything but `wait`, `run` and `close`.
+    Hold the lock of `changed` to access anything but `wait`, `next_to_score`, `run` and `close`.
 
     Attributes:
         changed: Condition that is notified of every change.
@@ -105,6 +105,18 @@ class GroupQueue:
                     return
                 self.changed.wait(POLL_S)
             tick()
+
+    def next_to_score(self) -> list[PendingGroup]:
+        """Wait for complete groups without scores, and return those of one step; none when the queue closes."""
+        with self.changed:
+            while not self.to_score and not self.closing:
+                self.changed.wait()
+            if self.closing:
+                return []
+            step = self.to_score[0].step
+            groups = [group for group in self.to_score if group.step == step]
+            self.to_score = deque(group for group in self.to_score if group.step != step)
+            return groups
 
     def run(self, name: str, work: Callable[[], None]) -> None:
         """Start a thread. Its exception becomes `fault`."""

@@ -1,20 +1,13 @@
-"""Prompts that the sampler got and no step has learned from yet: their responses, scores and saved form."""
+"""Prompts that the sampler got and no step has learned from yet, with their responses and scores."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from qarl.errors import UserError
 from qarl.rewards import RewardResult
-from qarl.rewards.frames import pack
 from qarl.rollout.vllm.settings import Group, Partial
 from qarl.types import Prompt, Rollout
 
@@ -165,106 +158,3 @@ class OrderLog:
     def last_version(self) -> int | None:
         """The version published last."""
         return max(self.versions, default=None)
-
-
-# --- checkpoints -----------------------------------------------------------------------------------------------------
-
-
-def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return tensors by name and JSON rows that `load_groups` reads.
-
-    The tensors `tokens` (int64) and `logprobs` (float64) have those of all responses, finished and unfinished,
-    concatenated in the order of the JSON.
-    """
-    tokens: list[int] = []
-    logprobs: list[float] = []
-    tensors: dict[str, Tensor] = {}
-    rows = []
-    for group in groups:
-        responses: list[dict[str, Any]] = []
-        for sample, r in sorted(group.rollouts.items()):
-            tokens += r.token_ids
-            logprobs += r.logprobs
-            versions = r.versions or [r.version] * len(r.token_ids)
-            responses.append(
-                {"sample": sample, "reason": r.finish_reason, "text": r.text, "versions": run_lengths(versions)}
-            )
-            if r.routing is not None:
-                tensors[f"routing/{group.number}/{sample}"] = r.routing
-        for sample, (own, values, versions) in sorted(group.partial.items()):
-            tokens += own
-            logprobs += values
-            responses.append({"sample": sample, "reason": None, "text": "", "versions": run_lengths(versions)})
-        row: dict[str, Any] = {
-            "number": group.number,
-            "step": group.step,
-            "submitted": group.submitted,
-            "prompt": group.prompt.id,
-        }
-        row["prompt_sha256"] = prompt_digest(group.prompt)
-        if group.wave is not None:
-            row["wave"] = [group.wave.number, group.wave.needed]
-        if group.rank:
-            row["rank"] = group.rank
-        rows.append({**row, "seed": group.seed, "first": group.first, "responses": responses})
-    tensors["tokens"] = torch.tensor(tokens, dtype=torch.int64)
-    tensors["logprobs"] = torch.tensor(logprobs, dtype=torch.float64)
-    return tensors, rows
-
-
-def prompt_digest(prompt: Prompt) -> str:
-    """Return the SHA-256 of what a prompt's responses and scores depend on."""
-    return hashlib.sha256(json.dumps([prompt.token_ids, prompt.text, pack(prompt.columns)]).encode()).hexdigest()
-
-
-def load_groups(
-    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompt_of: Callable[[int, str | None], Prompt], n: int
-) -> list[PendingGroup]:
-    """Return the groups that `save_groups` saved. Raises UserError if the tensors do not match the rows."""
-    ids, values = tensors["tokens"].tolist(), tensors["logprobs"].tolist()
-    groups, waves, at = [], dict[int, Wave](), 0
-    for row in rows:
-        prompt = prompt_of(row["prompt"], row.get("prompt_sha256"))
-        own = row["step"], row["submitted"], prompt, row["seed"], row["first"], n, row.get("rank", 0)
-        group = PendingGroup(row["number"], *own)
-        if (wave := row.get("wave")) is not None:
-            group.wave = waves.setdefault(wave[0], Wave(*wave))
-        for response in row["responses"]:
-            versions = [version for version, count in response["versions"] for _ in range(count)]
-            span = slice(at, at + len(versions))
-            at = span.stop
-            tokens, logprobs, sample = ids[span], values[span], response["sample"]
-            if response["reason"] is None:
-                group.partial[sample] = tokens, logprobs, versions
-                continue
-            group.finish(sample, tokens, logprobs, response["reason"], response["text"], versions, None)
-            if (routing := tensors.get(f"routing/{group.number}/{sample}")) is not None:
-                object.__setattr__(group.rollouts[sample], "routing", routing)
-        groups.append(group)
-    if at != len(ids) or at != len(values):
-        raise UserError("the saved responses do not have the lengths that their list states")
-    return groups
-
-
-def merged_logs(logs: list[list[list[Any]]]) -> list[list[Any]]:
-    """Merge the saved order logs of all ranks, which have different groups and were pruned differently."""
-    if len(logs) == 1:
-        return logs[0]
-    added: dict[int, list[int]] = {}  # group numbers by the version published before them
-    for log in logs:
-        for operation, what in log:
-            if operation == "publish":
-                groups = added.setdefault(what, [])
-            else:
-                groups += what
-    merged: list[list[Any]] = []
-    for version in sorted(added):
-        merged.append(["publish", version])
-        if added[version]:
-            merged.append(["add", sorted(added[version])])
-    return merged
-
-
-def run_lengths(values: Iterable[int]) -> list[list[int]]:
-    """Return [value, count] of each run of equal values."""
-    return [[value, sum(1 for _ in run)] for value, run in groupby(values)]
