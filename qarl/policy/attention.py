@@ -2,7 +2,7 @@
 
 Learner and sampler share this attention: k and v go into pages, and `qarl_kernels.attention` attends through them. The
 sampler passes its KV cache; the learner gets fresh pages in each layer, so a row has the same bits in both. The
-learner's backward is that of exact attention, recomputed with torch's SDPA. On a GPU see `qarl.policy.fused_attention`.
+learner's backward recomputes the attention with torch's SDPA. `qarl.policy.fused_attention` does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Packing:
     """A learner batch: each prompt is followed by its responses.
 
     Attributes:
-        groups: (prompt tokens, tokens of each continuation), as `packed` takes them.
-        ids: All tokens.
-        rows: The row that predicts each response token.
+        groups: Argument of `packed`: per prompt its length, and the lengths of its continuations.
+        ids: Ids of all tokens.
+        rows: Per predicted response token, the row that predicts it.
         starts: Per response, the first row of its prompt and of its own tokens.
     """
 
@@ -41,7 +41,7 @@ class Packing:
     starts: list[tuple[int, int]] = field(default_factory=list)
 
     def contexts(self, prompts: list[list[int]], responses: list[list[int]]) -> list[Context]:
-        """Return the sequences that the rows belong to, for a trace. prompts, responses: arguments of `pack`."""
+        """Return the sequences that the rows belong to, for a trace. prompts, responses: as passed to `pack`."""
         found = {}
         for (of_prompt, own), prompt, response in zip(self.starts, prompts, responses, strict=True):
             found[of_prompt] = Context(of_prompt, 0, prompt)
@@ -57,7 +57,7 @@ def pack(prompts: list[list[int]], responses: list[list[int]], written: list[lis
     Args:
         prompts: Token ids.
         responses: Token ids, one response per prompt.
-        written: Whether each response token is predicted; None: all are.
+        written: Per response, whether the policy wrote each token. Others are not predicted. None: all written.
     """
     found = Packing()
     before: list[int] | None = None
@@ -96,11 +96,13 @@ class PlainAttention:
     """Attention in plain torch; the same object for every layer.
 
     Attributes:
-        positions: (T,) int64, of each row in its sequence.
-        slots: (L,) int64, page * PAGE + offset of k and v of the rows `sources`; sources None: all T rows.
-        tiles: Cover every token once.
+        positions: (T,) int64, position of each row in its sequence.
+        slots: (L,) int64, where keys and values are written: page * PAGE + offset.
+        tiles: Query tiles that cover every token once.
         caches: The sampler's KV caches; None for the learner, which gets `fresh_pages` zeroed pages and a
             `backward_layout`.
+        sources: (L,) int64, row whose key and value are written to each slot; None: L = T, one slot per row.
+        fresh_pages: Number of pages that the learner's forward needs in each layer.
     """
 
     positions: Tensor
@@ -117,7 +119,7 @@ class PlainAttention:
         return self.slots // PAGE, self.slots % PAGE
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, layer: int, scale: float, window: int | None) -> Tensor:
-        """q: (T, H, D); k, v: (T, H_kv, D). Returns (T, H, D)."""
+        """Return the attention of one layer, (T, H, D). q: (T, H, D). k, v: (T, H_kv, D)."""
         if self.caches is None:
             return _LearnerAttention.apply(q, k, v, self, scale, window)
         return _write_and_attend(q, k, v, self, self.caches[layer], scale, window)
@@ -129,9 +131,12 @@ Attention: TypeAlias = PlainAttention | PackedAttention | PagedAttention | Decod
 def packed(groups: list[tuple[int, list[int]]], device: torch.device, fused: bool) -> Attention:
     """Return attention for prompts, each followed by its continuations, over their own keys.
 
-    groups: (prompt tokens, tokens of each continuation), packed as prompt, continuation, continuation, next prompt.
-    An empty continuation stands for the prompt alone; every group has at least one continuation. fused: for Triton
-    kernels.
+    Args:
+        groups: Per prompt its length, and the lengths of its continuations. The batch is packed as prompt,
+            continuation, continuation, next prompt. Every prompt has at least one continuation; length 0 stands for
+            the prompt alone.
+        device: Device of the batch.
+        fused: Whether Triton kernels run it; otherwise plain torch.
     """
     if fused:
         return PackedAttention(packed_layout(groups, device))
@@ -181,7 +186,7 @@ def _plain_packed(groups: list[tuple[int, list[int]]], device: torch.device) -> 
     spans: list[Span] = []
     sources: list[int] = []
     slots: list[int] = []
-    sequences: list[tuple[list[int], int]] = []  # packed rows of a whole sequence, and the number of repeated ones
+    sequences: list[tuple[list[int], int]] = []  # packed rows of a whole sequence; how many an earlier one has too
     row = page = 0
     for prompt, continuations in groups:
         count = -(-prompt // PAGE)
@@ -248,8 +253,8 @@ class _LearnerAttention(torch.autograd.Function):
         ctx.layout, ctx.scale, ctx.window = context.backward_layout, scale, window
         shape = (context.fresh_pages, k.shape[1], PAGE, k.shape[2])
         # A page is read by many tiles, and the CPU's products are float32: convert once, here.
-        held = torch.float32 if k.device.type == "cpu" else k.dtype
-        cache = (k.new_zeros(shape, dtype=held), v.new_zeros(shape, dtype=held))
+        dtype = torch.float32 if k.device.type == "cpu" else k.dtype
+        cache = (k.new_zeros(shape, dtype=dtype), v.new_zeros(shape, dtype=dtype))
         return _write_and_attend(q, k, v, context, cache, scale, window)
 
     @staticmethod

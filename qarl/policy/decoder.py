@@ -1,6 +1,6 @@
 """The decoder of a policy: embedding, decoder layers and the last norm, on the masters of a Hugging Face model.
 
-In plain torch autograd runs the backward. On Triton kernels the whole decoder is one function of autograd: its backward
+In plain torch autograd runs the backward. On Triton kernels the whole decoder is one autograd function: its backward
 visits the layers itself, frees the intermediates of each layer, recomputes those that `recompute` names, and adds
 every master's gradient in place. The order of all sums is fixed, so a step gives the same bits twice.
 """
@@ -32,17 +32,17 @@ class Decoder:
 
     Args:
         model: Hugging Face model without its output layer.
-        positions: Rows of the rotary tables.
-        dtypes: Compute dtypes of its forwards.
+        positions: Number of positions in the rotary tables.
+        dtypes: Compute dtypes of the forwards.
         device: Device of the rotary tables.
         dequantize_input: See `PackedLinear`.
         backward: See `OutputGradient`; plain torch has 16-bit products only.
 
     Attributes:
         recompute: What a backward recomputes instead of keeping it. elementwise: norms, rotation and activation; mlp:
-            also the products of gate and up; products: all products but the MLP's last, so that beside a layer's input
-            the attention's output is kept; layer: everything. In plain torch autograd chooses what it keeps, and the
-            first three are the same.
+            also the product of gate and up; products: all products, so that a layer keeps only its input and the
+            output of its attention; layer: everything except the layer's input. In plain torch the first three are
+            the same, because autograd chooses what it keeps.
         note: Records the result of each operation, see `qarl.policy.trace`.
         on_gradients: Called by a fused backward, layer by layer, with the masters whose `.grad` is complete. Not called
             in plain torch, where autograd's own hooks do this.
@@ -96,14 +96,17 @@ class Decoder:
             cos, sin = cos[attention.positions], sin[attention.positions]
         run = Run(weights, attention, routes, cos, sin, self.note, self.backward)
         if weights.fused and torch.is_grad_enabled():
-            assert rows is not None and isinstance(attention, PackedAttention), "a learner says which states it reads"
+            assert rows is not None and isinstance(attention, PackedAttention), "a forward with gradients needs rows"
             return _Fused.apply(self.embedding, self, ids, rows, run)
         last = self.run(ids, rows, run).normed
         assert last is not None, "the last norm gives values"
         return last
 
     def run(self, ids: Tensor, rows: Tensor | None, run: Run, kept: list[Kept] | None = None) -> Normed:
-        """Return the last norm of the rows. kept: receives each layer's intermediates; None if there is no backward."""
+        """Run all layers and return the last norm of `rows`.
+
+        kept: Receives each layer's intermediates; None if there is no backward.
+        """
         fused = run.weights.fused
         x, residual = self._embedded(ids, run), None
         run.note(-1, "embedding", x)
@@ -141,7 +144,7 @@ class Decoder:
 
     @contextmanager
     def noting(self, note: Note) -> Iterator[None]:
-        """Inside, forwards record what they compute with `note`."""
+        """Context manager: forwards report the result of each operation to `note`."""
         before, self.note = self.note, note
         try:
             yield
@@ -198,7 +201,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _spread(grad: Tensor, rows: Tensor, count: int) -> Tensor:
-    """Gradient of x[rows]: grad (R, H) summed into `count` rows; a row may be read several times, or never."""
+    """Backward of x[rows]: sum grad (R, H) into `count` rows, as a row may have been read several times or never."""
     wide = torch.zeros(count, grad.shape[1], dtype=torch.float32, device=grad.device)
     embedding_grad(grad, rows, wide, -1)
     return wide.to(grad.dtype)

@@ -19,7 +19,7 @@ def pick_device(name: str, gpu: int = 0) -> torch.device:
     Call it once per command. The device has the index `gpu`, so that nothing depends on CUDA's current device.
     """
     if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("model.device: cuda asked for, but torch sees no CUDA device; use auto or cpu")
+        raise UserError("model.device: cuda requested, but torch sees no CUDA device; use auto or cpu")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", gpu)
@@ -38,7 +38,7 @@ def rank_device(name: str) -> torch.device:
     if gpus == 1:  # the launcher sets CUDA_VISIBLE_DEVICES per rank
         return torch.device("cuda", 0)
     if own.local >= gpus:
-        raise UserError(f"LOCAL_RANK: {own.local}, but this machine shows {gpus} GPUs; start at most one rank for each")
+        raise UserError(f"LOCAL_RANK: {own.local}, but torch sees only {gpus} GPUs; start at most one rank per GPU")
     return device
 
 
@@ -63,12 +63,13 @@ def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: 
 
 
 def require_fp8_products(what: str, gpu: torch.device | None, otherwise: str) -> None:
-    """Raise UserError unless gradients can be products of FP8 operands.
+    """Raise UserError unless the backward can multiply FP8 operands.
 
-    what: the configuration key and its value. gpu: the learner's; None if it runs in plain torch. otherwise: the fix.
+    what: The configuration key and its value. gpu: The learner's GPU; None if it runs in plain torch. otherwise: The
+    fix, for the message.
     """
     if gpu is None:
-        raise UserError(f"{what} is for the Triton kernels of a GPU, and this learner runs in plain torch; {otherwise}")
+        raise UserError(f"{what} needs Triton kernels on a GPU, but this learner runs in plain torch; {otherwise}")
     _require(what, FP8, gpu, otherwise)
 
 

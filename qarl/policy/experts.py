@@ -1,7 +1,7 @@
 """The experts of a layer as modules with 2-dimensional masters, named as in checkpoints.
 
-transformers holds the experts of a layer in two 3-dimensional tensors. Here each expert has Linear modules as any other
-layer, which a scheme quantizes and an optimizer updates one by one. They are views: no value is copied.
+transformers holds the experts of a layer in two 3-dimensional tensors. Here each expert has Linear modules like any
+other layer, so that schemes and optimizers treat them alike. Their weights are views: no value is copied.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def _apart(block: Any, names: ExpertNames, place: str) -> Mixture:
     fused = block.experts
     gate_up, down = getattr(fused, "gate_up_proj", None), getattr(fused, "down_proj", None)
     if not isinstance(gate_up, Tensor) or not isinstance(down, Tensor) or gate_up.shape[1] != 2 * down.shape[2]:
-        raise UserError(f"model.path: {place}: experts of another layout than gate, up and down; use another model")
+        raise UserError(
+            f"model.path: {place}: its experts are not stored as gate_up_proj and down_proj; use another model"
+        )
     experts = nn.ModuleList()
     for both, last in zip(gate_up.detach(), down.detach(), strict=True):
         gate, up = both.chunk(2)

@@ -1,7 +1,7 @@
 """Attention of a packed batch on a GPU: the learner's, over its own keys, and the sampler's, over its paged KV cache.
 
-All give a row the same bits: keys are visited in blocks at fixed positions (`qarl_kernels.flash`). Each starts from the
-product of queries, keys and values. The sampler's kernel that rotates keys and values also writes them to the cache.
+All give a row the same bits, because keys are visited in blocks at fixed positions (`qarl_kernels.flash`). Their input
+is the output of the packed q, k and v. The sampler's kernel that rotates queries and keys also fills the cache.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class PackedAttention:
     def forward(
         self, qkv: Tensor, rotation: Rotation, layer: int, scale: float, window: int | None
     ) -> tuple[Tensor, Tensor | None]:
-        """qkv (T, (H + 2 H_kv) D), not rotated -> out (T, H, D) and its log-sum-exp (H, T)."""
+        """Return out (T, H, D) and its log-sum-exp (H, T). qkv: (T, (H + 2 H_kv) D), not rotated."""
         return attention_forward(*rotary_forward(qkv, rotation), self.layout, scale, window)
 
     def keys_and_values(self, qkv: Tensor, rotation: Rotation, layer: int) -> tuple[Tensor, Tensor]:
-        """The keys and values of the batch's rows that `forward` reads: (T, H_kv, D) each, for a trace."""
+        """Return the rotated keys, and the values, that `forward` reads: (T, H_kv, D) each, for a trace."""
         return rotary_forward(qkv, rotation)[1:]
 
     def backward(
@@ -53,7 +53,10 @@ class PackedAttention:
         window: int | None,
         dv: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of the rotated queries and keys, from a forward's arguments and results; that of v fills dv."""
+        """Return the gradients of the rotated queries and keys, and write that of the values to dv (T, H_kv, D).
+
+        grad: (T, H, D), output gradient. The other arguments are those of `forward` and its results.
+        """
         q, k, v = rotary_forward(qkv, rotation)
         return attention_backward(grad, q, k, v, out, lse, self.layout, scale, window, dv)
 
@@ -155,7 +158,7 @@ class DecodeAttention:
 
 
 def _read(cache: tuple[Tensor, Tensor], slots: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values in a layer's cache, which `dtype` holds exactly. Rows of negative slots mean nothing."""
+    """Read keys and values from a layer's cache, converted to `dtype` without loss. Negative slots read garbage."""
     page, offset = slots // cache[0].shape[2], slots % cache[0].shape[2]
     keys, values = cache
     if keys.dtype == torch.float8_e4m3fn:

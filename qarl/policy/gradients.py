@@ -39,14 +39,14 @@ class GradientAccumulator:
     def take(self) -> list[Tensor | None]:
         """Return the sums in the order of the masters, None for a master without a gradient, and clear them.
 
-        They include the factor of the loss.
+        They are not divided by the loss scale.
         """
         sums, self._sums = self._sums, {}
         return [sums.get(master) for master in self._masters]
 
     @torch.no_grad()
     def deliver(self, loss_scale: float = 1.0) -> None:
-        """Move the sums, divided by the factor of every loss, to `.grad` of the masters."""
+        """Move the sums, divided by `loss_scale`, by which every loss was multiplied, to `.grad` of the masters."""
         totals = self.take()
         if loss_scale != 1.0 and (scaled := [total for total in totals if total is not None]):
             torch._foreach_div_(scaled, loss_scale)

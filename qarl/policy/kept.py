@@ -1,4 +1,4 @@
-"""Versions of the policy that responses of asynchronous rollouts were sampled with, on the device or in host memory."""
+"""Older policy versions, on the device or in host memory: asynchronous rollouts sampled responses with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qarl.weight_sync.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class _Version:
-    """One kept version. weights: of the learner's forward; None: not built."""
+    """One kept version. weights: The weights of the learner's forward; None: not built."""
 
     snapshot: Snapshot
     weights: WeightSet | None
@@ -26,9 +26,9 @@ class _Version:
 class KeptVersions:
     """The published tensors of some versions, and the learner's weights for forwards at these versions.
 
-    On the device a version keeps the operands of its products too, so a forward costs nothing extra. In host memory it
-    keeps only the published tensors. A forward then copies them to the device in one transfer and builds the operands
-    again. They are a function of the published tensors, so both ways give the same bits.
+    A version on the device also keeps its prepared weights (`LowBitWeight.prepare`), so a forward costs nothing extra.
+    In host memory it keeps only the published tensors. A forward then copies them to the device in one transfer and
+    prepares them again, which gives the same bits.
 
     Args:
         policy: The learner's policy.

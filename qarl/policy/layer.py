@@ -54,9 +54,9 @@ class Norm:
 def add_norm(
     x: Tensor, residual: Tensor | None, norm: Norm, run: Run, linear: PackedLinear | None = None, values: bool = False
 ) -> Normed:
-    """Return the residual stream x + residual and its norm, in the form that the next linear reads.
+    """Return the residual stream x + residual and its norm: as codes if `linear` reads codes, else as values.
 
-    values: whether to return values too if `linear` reads codes.
+    values: Whether to return values in addition to codes.
     """
     weight = run.weights.values[norm.name]
     if run.weights.fused:
@@ -75,10 +75,10 @@ class Kept:
         hidden: (T, H), residual stream before the layer.
         inverse: (T,), inverse RMS of the first norm.
         qkv: (T, (H + 2 H_kv) D), output of the packed q, k and v.
-        out, lse: (T, H, D) and (H, T), results of the attention.
-        middle, middle_inverse: Stream before the MLP, and the inverse RMS of its norm.
-        gate_up: (T, 2 I), for an MLP.
-        experts: For a mixture of experts.
+        out, lse: (T, H, D) and (H, T), output of the attention and its log-sum-exp.
+        middle, middle_inverse: (T, H) and (T,), residual stream before the MLP, and the inverse RMS of its norm.
+        gate_up: (T, 2 I), output of gate and up; None for a mixture of experts.
+        experts: Intermediates of a mixture of experts; None for an MLP.
     """
 
     hidden: Tensor
@@ -154,8 +154,15 @@ class DecoderLayer:
     # --- forward -----------------------------------------------------------------------------------------------
 
     def forward(self, x: Tensor, residual: Tensor | None, run: Run) -> tuple[Tensor, Tensor, Kept]:
-        """x: (T, H), output of the previous layer, to be added to `residual`. Returns both for this layer, and what
-        to keep.
+        """Run the layer.
+
+        Args:
+            x: (T, H), output of the previous layer, to be added to `residual`.
+            residual: (T, H), residual stream; None: zero.
+            run: Inputs shared by all layers.
+
+        Returns:
+            x and residual for the next layer, and the intermediates for the backward.
         """
         hidden, inverse, qkv = self._into_qkv(x, residual, run)
         out, lse = self._attend(qkv, run)
@@ -177,7 +184,7 @@ class DecoderLayer:
         return normed.hidden, normed.inverse, self._product(self.qkv, "qkv", normed, run)
 
     def _into_gate_up(self, x: Tensor, residual: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
-        """The same before the MLP."""
+        """Return (stream, inverse RMS, output of gate and up)."""
         normed = self._norm(self.mlp_norm, x, residual, self.gate_up, run)
         return normed.hidden, normed.inverse, self._product(self.gate_up, "gate_up", normed, run)
 
@@ -198,7 +205,7 @@ class DecoderLayer:
         """Attention from the output of q, k and v: (T, H, D), and its log-sum-exp if the backward needs it."""
         attention, rest = run.attention, (self.index, self.scale, self.window)
         if isinstance(attention, PlainAttention):
-            q, k, v = self._turned(qkv, run)
+            q, k, v = self._rotated_qkv(qkv, run)
             run.note(self.index, "rotary", q, k)
             return run.noted(self.index, "attention", attention(q, k, v, *rest)), None
         rotation, qkv = self._rotation(run), self._with_whole_norms(qkv, run)
@@ -207,7 +214,7 @@ class DecoderLayer:
             run.note(self.index, "rotary", *attention.keys_and_values(qkv, rotation, self.index))
         return run.noted(self.index, "attention", out), lse
 
-    def _turned(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotated_qkv(self, qkv: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (T, heads, D) in plain torch: norms, rotation, rounding to an FP8 KV cache."""
         q, k, v = qkv.split([self.heads * self.head_dim, *[self.kv_heads * self.head_dim] * 2], 1)
         if self.whole_norms:
@@ -239,7 +246,7 @@ class DecoderLayer:
             return qkv
         normed = torch.empty_like(qkv)
         for columns, part, _ in self._whole_norms(qkv, run):
-            assert part.normed is not None, "it was asked for"
+            assert part.normed is not None, "add_norm without a linear returns values"
             normed[:, columns] = part.normed
         values = slice((self.heads + self.kv_heads) * self.head_dim, None)
         normed[:, values] = qkv[:, values]
@@ -257,8 +264,8 @@ class DecoderLayer:
     # --- backward of a fused layer -----------------------------------------------------------------------------
 
     def backward(self, grad: Tensor, kept: Kept, run: Run) -> Tensor:
-        """grad: (T, H), gradient of the stream after the layer. Returns the gradient of the stream before it.
-        Updates `.grad` of the masters.
+        """Return the gradient (T, H) of the residual stream before the layer, given that after it. Adds to `.grad` of
+        the masters, and frees `kept`.
         """
         self._complete(kept, run)
         assert kept.middle is not None and kept.middle_inverse is not None

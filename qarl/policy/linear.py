@@ -43,12 +43,12 @@ def activations(
 
 
 class Part(NamedTuple):
-    """The weight of some layers of a packed linear.
+    """Some layers of a packed linear, stored as one weight.
 
     Attributes:
-        names: Names of the modules.
-        features: Their output features in the packed linear.
-        weight: Their weight.
+        names: Module names of these layers.
+        features: Their slice of the packed linear's output features.
+        weight: (N, K), their weight.
         bias: (N,) in the compute dtype, or None.
     """
 
@@ -63,13 +63,14 @@ class PackedLinear:
     """Linear layers with the same input, and their masters; a `WeightSet` has their weights.
 
     Attributes:
-        names: Modules in the order of their outputs.
-        widths: Output features of each.
-        masters: (width, K) float32 each.
-        biases: (width,) float32 each, or empty.
-        experts: Number of experts whose layers these are, one expert after the other; a row is multiplied with its
-            expert's weight. None: every row is multiplied with all weights.
-        dequantize_input: Whether dW is made from activations after quantization and back (`quant.ste_input`).
+        names: Module names in the order of their outputs.
+        widths: Output features per module.
+        masters: Weights, (width, K) float32 per module.
+        biases: (width,) float32 per module, or empty.
+        experts: Number of experts. Their modules follow each other, and a row is multiplied only with the weight of
+            its expert. None: every row is multiplied with all weights.
+        dequantize_input: Whether dW is computed from activations after quantization and dequantization
+            (`quant.ste_input`).
     """
 
     names: tuple[str, ...]
@@ -80,7 +81,7 @@ class PackedLinear:
     dequantize_input: bool = False
 
     def parts(self, weights: Sequence[LowBitWeight], bias: Tensor | None) -> tuple[Part, ...]:
-        """The entry of a `WeightSet`. weights: one for all layers, or one per layer. bias: (N,) of all layers."""
+        """Return the entry of a `WeightSet`. weights: One for all layers, or one per layer. bias: (N,), all layers."""
         if len(weights) == 1:
             return (Part(self.names, slice(0, sum(self.widths)), weights[0], bias),)
         stops = list(accumulate(self.widths))
@@ -89,18 +90,25 @@ class PackedLinear:
         return tuple(Part((name,), slice(start, stop), weight, own) for name, start, stop, weight, own in columns)
 
     def input_codes(self, weights: WeightSet) -> InputCodes | None:
-        """Return the form in which the product reads activations, see `Scheme.input_codes`; None: as values."""
+        """Return the kind of activation codes that the product reads, see `Scheme.input_codes`; None: values."""
         kinds = {part.weight.input_codes for part in weights.linears[self]}
         return kinds.pop() if len(kinds) == 1 else None
 
     def __call__(self, x: Tensor | Codes, weights: WeightSet) -> Tensor:
-        """The product (T, N). x: (T, K) of the compute dtype, contiguous, or its codes as `input_codes` says."""
+        """Return the product (T, N). x: (T, K) in the compute dtype, contiguous, or codes of the kind `input_codes`."""
         return self._multiply(x, weights, slice(None))
 
     def grouped(self, x: Tensor | Codes, weights: WeightSet, groups: Groups, gathered: bool) -> Tensor:
-        """The product of rows with the weights of their experts: (R, N of one expert), sorted by expert.
+        """Multiply each row with the weight of its expert.
 
-        x: (T, K), the tokens, if gathered, else (R, K) sorted by expert; contiguous, or its codes.
+        Args:
+            x: Contiguous values or codes: (T, K), one row per token, if `gathered`; else (R, K), sorted by expert.
+            weights: Weights of the forward.
+            groups: The R (token, expert) pairs, sorted by expert.
+            gathered: Whether the product gathers the rows of x by token.
+
+        Returns:
+            (R, N), sorted by expert; N is the number of output features of one expert.
         """
         if weights.fused:
             (part,) = weights.linears[self]
@@ -125,7 +133,7 @@ def _products(x: Tensor | Codes, parts: Sequence[Part]) -> Tensor:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The product and its backward on autograd, for weights of one layer each."""
+    """The product for autograd, with its straight-through backward. Each part has one layer."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Sequence[Part], dequantize_input: bool, *masters: Tensor) -> Tensor:
@@ -153,12 +161,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class OutputGradient:
-    """The output gradient dy (R, N) of a fused packed linear, and the gradients that follow from it.
+    """Backward of a fused packed linear: from dy to dx, and to the gradients of the masters.
 
     Args:
         linear: The packed linear.
         weights: Weights of the forward.
-        dy: (R, N), contiguous.
+        dy: Output gradient, (R, N), contiguous.
         backward: "bf16" multiplies 16-bit operands with float32 sums; "fp8" quantizes both operands of each product
             (`qarl_kernels.fp8_backward`), dy once for both.
         groups: Rows per expert, for the experts of a mixture. Their products are always 16-bit.
@@ -173,11 +181,11 @@ class OutputGradient:
             codes = self.parts[0].weight.fp8_codes() if len(self.parts) == 1 else None
             transposed = fp8_backward.transpose(*(codes or (self._values(),)))
             rows, columns = fp8_backward.quantize(dy, transposed.factor)
-            assert rows is not None, "they were asked for"
+            assert rows is not None, "quantize returns rows and columns"
             self._fp8 = transposed, rows, columns
 
     def of_input(self) -> Tensor:
-        """dx: (R, K) of dy's dtype."""
+        """Return dx, (R, K) in dy's dtype."""
         if self.groups is not None:
             return grouped_input_grad(self.dy, self._values().to(self.dy.dtype), self.groups)
         if self._fp8 is None:
@@ -186,9 +194,11 @@ class OutputGradient:
         return fp8_backward.input_grad_of(rows, transposed, self.dy.dtype)
 
     def add_to_masters(self, x: Tensor, gathered: bool = False) -> None:
-        """Add the gradients of weights and biases.
+        """Add the gradients of weights and biases to the masters' `.grad`.
 
-        x: (R, K) of dy's dtype, the values that the forward read; of experts (T, K) if they were gathered.
+        Args:
+            x: Input of the forward in dy's dtype: (R, K), or (T, K) if `gathered`.
+            gathered: See `PackedLinear.grouped`.
         """
         sums = gradient_of(self.linear.masters)
         for features, read in self._inputs(x):

@@ -97,12 +97,13 @@ def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, place: str, architectur
         raise UserError(f"{place}: its eos_token is {str(tokenizer.eos_token)[:60]}, expected one token; restore it")
     if architecture is None:
         return
-    # Added tokens may lie outside of the model: transformers adds some itself, and only text that spells them has them.
+    # Added tokens may have ids outside the model's vocabulary: transformers adds some itself, and they occur only in
+    # text that spells them.
     own = vocabulary.keys() - tokenizer.get_added_vocab().keys() | {tokenizer.bos_token, tokenizer.eos_token}
     token = max(own & vocabulary.keys(), key=lambda token: vocabulary[token], default=None)
     if token is not None and vocabulary[token] >= architecture.vocab_size:
         raise UserError(
-            f"{place}: it gives {token[:60]!r} the id {vocabulary[token]:,}, and the model has "
+            f"{place}: {token[:60]!r} has the id {vocabulary[token]:,}, but the model has only "
             f"{architecture.vocab_size:,} tokens; use the model's own tokenizer"
         )
 
@@ -181,7 +182,7 @@ def model_weights(config: ModelConfig, quant: QuantConfig | None = None) -> Stor
 
 
 def require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raise UserError if the values differ: transformers would untie the two without a word."""
+    """Raise UserError if the values differ: transformers would silently untie the two."""
     with (
         foreign_errors(f"{head.file}: cannot be read"),
         safe_open(embedding.file, framework="pt") as one,
@@ -194,13 +195,13 @@ def require_tied(embedding: StoredTensor, head: StoredTensor) -> None:
         )
     if not same:
         raise UserError(
-            f"{head.file}: {HEAD} is not {EMBEDDING}, as tie_word_embeddings says; set that to false in "
-            "config.json, or remove one of them"
+            f"{head.file}: {HEAD} differs from {EMBEDDING}, but config.json sets tie_word_embeddings; set it to false, "
+            "or remove one of the tensors"
         )
 
 
 def _converted(config: ModelConfig, source: ModelSource) -> ModelSource:
-    """Where weights are read from: the source itself, or for a GGUF file its conversion."""
+    """Return the source to read weights from: a GGUF file's conversion if it can be kept, else the source itself."""
     if source.gguf_file is None:
         return source
     architecture = load_architecture(config, "model")

@@ -6,9 +6,9 @@
     backward    grad d = w * grad y, grad w = <grad y, d>; then as an MLP's, with each expert's rows together; the
                 router learns through w and through its own losses
 
-A token's experts are in ascending order and their results are added in that order in float32, then the shared expert's:
-a row's bits depend on that row alone. Rows are sorted by expert between the first product and the sum. On a GPU nothing
-waits for the device, and launch sizes depend only on the number of tokens, so a CUDA graph can hold a forward.
+The results of a token's experts are added in float32 in ascending order of the experts, then the shared expert's, so a
+row's bits depend on that row alone. Rows are sorted by expert between the first product and the sum. The host never
+waits for the GPU, and launch sizes depend only on the number of tokens, so a CUDA graph can capture a forward.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from qarl.policy.trace import unnoted
 
 
 class MixtureLayer(Protocol):
-    """What this module reads of a `DecoderLayer`, whose module imports this one. See there."""
+    """The part of `DecoderLayer` that this module reads; it avoids an import cycle."""
 
     @property
     def index(self) -> int: ...
@@ -133,7 +133,7 @@ def _note(layer: MixtureLayer, routed: Routed, groups: Groups, gate_up: Tensor, 
     place = groups.place.long()
     product = swiglu(gate_up).product if run.weights.fused else silu_product(gate_up)
     for operation, rows in (("gate_up", gate_up), ("activation", product)):
-        assert rows is not None, "it was asked for"
+        assert rows is not None, "swiglu without codes returns values"
         run.note(layer.index, operation, rows[place].unflatten(0, (-1, groups.slots)))
 
 
@@ -154,8 +154,9 @@ def _shared(layer: MixtureLayer, gate_name: str, normed: Normed, run: Run) -> Ke
 def mixture_backward(
     layer: MixtureLayer, experts: ExpertLayer, grad: Tensor, normed: Tensor, kept: KeptExperts, run: Run
 ) -> Tensor:
-    """grad: (T, H), gradient of the forward's output; normed: (T, H), its input. Returns the gradient of the input.
-    Updates `.grad` of the masters.
+    """Return the gradient (T, H) of the forward's input. Adds to `.grad` of the masters, and frees `kept`.
+
+    grad: (T, H), output gradient. normed: (T, H), the forward's input.
     """
     routed, groups, weights = kept.routed, kept.groups, run.weights
     gate_up = layer.gate_up.grouped(normed, weights, groups, True) if kept.gate_up is None else kept.gate_up
@@ -168,7 +169,7 @@ def mixture_backward(
     del gradient, grad_down
     gradient = OutputGradient(layer.gate_up, weights, gate_up, run.backward, groups)
     gradient.add_to_masters(normed, gathered=True)
-    arriving = gradient.of_input()
+    grad_rows = gradient.of_input()  # (R, H), per (token, expert)
     del gradient, gate_up
     grad_logits = logits_grad(grad_weights, routed, experts, run.routes, kernels=True)
     weight_grad(grad_logits, normed.float(), into=gradient_of([layer.gates[experts.router]]))
@@ -176,7 +177,7 @@ def mixture_backward(
     if experts.shared_gate is not None:
         shared, kept.shared = kept.shared, None
         others += _shared_backward(layer, experts.shared_gate, grad, normed, shared, run)
-    return sum_over_slots(arriving, groups, others.to(normed.dtype))
+    return sum_over_slots(grad_rows, groups, others.to(normed.dtype))
 
 
 def _shared_backward(
@@ -188,8 +189,8 @@ def _shared_backward(
     grad_output, grad_logit = shared_backward(grad, kept.shared, into=kept.shared.output)
     logit = grad_logit[:, None]
     weight_grad(logit, normed.float(), into=gradient_of([layer.gates[gate_name]]))
-    arriving = mlp_backward(grad_output, kept.gate_up, lambda: normed, gate_up, down, run)
-    return arriving.float().addcmul_(logit, run.weights.values[gate_name].float())
+    grad_input = mlp_backward(grad_output, kept.gate_up, lambda: normed, gate_up, down, run)
+    return grad_input.float().addcmul_(logit, run.weights.values[gate_name].float())
 
 
 # --- the router ------------------------------------------------------------------------------------------------
@@ -225,8 +226,8 @@ def logits_grad(grad_weights: Tensor, routed: Routed, experts: ExpertLayer, rout
 
 
 class _Route(torch.autograd.Function):
-    """Weights (T, k) of a token's experts, the experts, and the logits. The gradient of the weights goes straight
-    through the rounding of the router's weight to its master.
+    """Return weights (T, k), experts (T, k) and logits (T, E). The backward passes the gradient of the router's rounded
+    weight straight through to its master.
     """
 
     @staticmethod
@@ -247,7 +248,7 @@ class _Route(torch.autograd.Function):
 
 
 class _Gate(torch.autograd.Function):
-    """The shared expert's gate (T,). Its gradient goes straight through the rounding of its weight to its master."""
+    """The shared expert's gate (T,). The gradient of its rounded weight goes straight through to the master."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, master: Tensor, value: Tensor) -> Tensor:

@@ -27,7 +27,10 @@ def silu_product(gate_up: Tensor) -> Tensor:
 
 
 def mlp(gate_up: Tensor, down: PackedLinear, index: int, run: Run, prefix: str = "") -> Tensor:
-    """(T, H), from gate_up (T, 2 I), the product of gate and up. index: of the layer. prefix: of names in a trace."""
+    """Return the output (T, H) of an MLP, given that of gate and up (T, 2 I).
+
+    index: Index of the layer. prefix: Prefix of the operations' names in a trace.
+    """
     gated = activate(gate_up, down, run)
     run.note(index, f"{prefix}activation", gated.product, gated.codes, gated.scale)
     product = down(activations(gated.product, gated.codes, gated.scale, gate_up.dtype), run.weights)
@@ -42,9 +45,9 @@ def mlp_backward(
     down: PackedLinear,
     run: Run,
 ) -> Tensor:
-    """Return the gradient of the MLP's input (T, H), given that of its output (T, H). Updates `.grad` of the masters.
+    """Return the gradient of the MLP's input (T, H), given that of its output (T, H). Adds to `.grad` of the masters.
 
-    product: (T, 2 I), output of gate and up; overwritten. normed: returns the input of gate and up (T, H) on demand.
+    product: (T, 2 I), output of gate and up; overwritten. normed: Returns the input of gate and up, (T, H).
     """
     gradient = OutputGradient(down, run.weights, grad, run.backward)
     gradient.add_to_masters(swiglu_backward(gradient.of_input(), product))  # product is its own gradient from here on

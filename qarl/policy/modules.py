@@ -29,8 +29,8 @@ GATE_UP_PROJ, DOWN_PROJ = tuple(f"mlp.{name}" for name in GATE_UP), ("mlp.down_p
 def check_family(config: PreTrainedConfig) -> None:
     """Raise UserError unless the policy implements every operation of the model.
 
-    A family outside the list may scale or cap its scores or logits, which neither the attention nor the output layer
-    of the policy does. config: of transformers, which may come from a GGUF header instead of a config.json.
+    Other families may scale or cap attention scores or logits, which qarl does not implement. config: From config.json
+    or a GGUF header.
     """
     if config.model_type not in FAMILIES:
         raise UserError(
@@ -76,14 +76,15 @@ def rotary_tables(
 
 
 def read_norm(module: HFModule, name: str) -> Norm:
-    """A norm and its master. name: of the module."""
+    """Return the norm of a module. name: Name of the module."""
     return Norm(f"{name}.weight", module.weight, float(module.variance_epsilon))
 
 
 def read_layers(model: HFModule, dequantize_input: bool) -> list[DecoderLayer]:
-    """The layers of a model without its output layer, whose parameters a causal LM names `model.…`.
+    """Return the layers of a model.
 
-    dequantize_input: see `PackedLinear`.
+    model: The decoder of a causal LM (`base_model`), which names its parameters `model.…`. dequantize_input: See
+    `PackedLinear`.
     """
     config, layers = model.config, []
     windows = layer_windows(config.model_type, vars(config))

@@ -1,4 +1,4 @@
-"""Spans of sequences in a packed batch, and their places in the pages of a KV cache."""
+"""Spans of sequences in a packed batch, and their slots in the pages of a KV cache."""
 
 from __future__ import annotations
 

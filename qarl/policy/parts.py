@@ -1,4 +1,4 @@
-"""What weights, kept versions and teachers read of a `Policy`, whose module imports theirs."""
+"""The part of `Policy` that weights, kept versions and teachers read; it avoids an import cycle."""
 
 from __future__ import annotations
 

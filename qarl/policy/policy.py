@@ -33,8 +33,8 @@ from qarl.utils.transfer import upload
 from qarl.weight_sync.codes import quantize_parameters
 from qarl.weight_sync.snapshot import ModelLayout, Snapshot
 
-# On a GPU a packed batch of more than FEW_ROWS rows is padded to a multiple of ROWS: weight gradients sum over rows,
-# and libraries have fast products for whole tiles of them; also, the allocator sees the same sizes again.
+# On a GPU a packed batch of more than FEW_ROWS rows is padded to a multiple of ROWS: cuBLAS multiplies whole tiles of
+# rows faster in the weight gradients, and the allocator sees fewer different sizes.
 ROWS, FEW_ROWS = 256, 4096
 
 
@@ -43,7 +43,7 @@ class Policy:
 
     Args:
         model: The masters. May be a `skeleton` without values if `snapshot` is given: for inference, or for a learner
-            whose masters are elsewhere and that calls `take` with what they quantize to.
+            whose masters are sharded and that passes their snapshots to `take`.
         scheme: Quantization scheme of the linear layers.
         quant: What is quantized, and how the learner reads it.
         dtype: Compute dtype of the sampler's forward, and of published tensors that are not quantized.
@@ -63,7 +63,7 @@ class Policy:
         kernels: Whether quantization, products and output layer run on Triton kernels.
 
     Raises:
-        UserError: The model or scheme cannot run exactly.
+        UserError: qarl cannot run this model or scheme.
     """
 
     weights: WeightSet
@@ -125,7 +125,7 @@ class Policy:
         if self.model.get_output_embeddings().bias is not None:
             raise UserError("model.path: an output layer with a bias is not supported")
         if not is_ignored("lm_head", quant.ignore):
-            raise UserError(f"quant.ignore: {quant.ignore} must keep 'lm_head': the output layer is never quantized")
+            raise UserError(f"quant.ignore: {quant.ignore} must contain lm_head: the output layer is never quantized")
         check_shapes(self.model, self.scheme, quant.ignore)
         check_norms(self.model)
 
@@ -172,7 +172,7 @@ class Policy:
         return plan_of({name: master.shape for name, master in self.named_parameters()}, self.scheme_of, 1)
 
     def take(self, snapshot: Snapshot, values: Mapping[str, Tensor] | None = None) -> None:
-        """Make a snapshot the current version: the learner's forward reads it, and the sampler's may.
+        """Make a snapshot the current version, which the learner's forward reads and the sampler may install.
 
         Args:
             snapshot: Snapshot of the current masters.
@@ -221,8 +221,8 @@ class Policy:
         """Compute log-probs of response tokens in one forward over all sequences.
 
         Args:
-            prompts: Token ids, at least one each. Neighbours with the same prompt share its forward; every row's bits
-                are its own, so the result is the same.
+            prompts: Token ids, at least one each. Neighbours with the same prompt share its forward, which does not
+                change a bit of the result.
             responses: Token ids, at least one each, one response per prompt.
             truncation: Truncation of the distribution. A token outside has logp -inf and gives no gradient.
             chunk: Rows of logits in memory at once.
@@ -280,7 +280,7 @@ class Policy:
         weights = weights or self.weights
         batch = pack(prompts, responses, written)
         groups, ids, count = batch.groups, batch.ids, len(batch.ids)
-        assert routes.replay is None or len(routes.replay) == count, f"{count} rows and a replay of other ones"
+        assert routes.replay is None or len(routes.replay) == count, f"the replay does not have {count} rows"
         if weights.fused and len(ids) > FEW_ROWS and (missing := -len(ids) % ROWS):
             # Pad with separate sequences whose output is unused, so no other row changes. One longer sequence would
             # exceed the rotary tables, and its NaN would spread into the sums over all rows.
@@ -304,6 +304,6 @@ class Policy:
         routes: Routes = NO_ROUTES,
         written: list[list[bool]] | None = None,
     ) -> Tensor:
-        """`logprobs` of a weight set, such as `shadow` or `reference`: (T,), without gradient."""
+        """Return `logprobs` with a given weight set, such as `shadow` or `reference`: (T,), without gradient."""
         how = truncation, chunk, None, routes, weights, written
         return self.logprobs(prompts, responses, *how)[0]

@@ -44,20 +44,20 @@ class ExpertLayer:
 
 @dataclass(frozen=True)
 class Balance:
-    """Router losses, whose gradient is added in the backward of the forward that they belong to.
+    """Router losses of one forward, whose backward adds their gradient.
 
     Both are means over `tokens`, times the loss scale: see `qarl_kernels.moe.balance`. The load-balancing loss is
     computed over all layers together, so its gradient in one layer needs the choices of the tokens in all layers: the
-    forward counts them.
+    forward counts them. A slot is one of the k places of a token; it holds one expert.
 
     Attributes:
         aux: Weight of the load-balancing loss.
         z: Weight of the z-loss of each layer.
-        tokens: The rows that are counted, 1 or more.
+        tokens: Rows that count in the losses, at least one.
         layers: Number of layers with experts.
-        slots: (E,) float32, mean number of slots per token and layer of each expert in a larger batch; None: in these
-            tokens, from `counts`.
-        counts: (E,) float32 per layer, slots per token of each expert, filled by the forward if `slots` is None.
+        slots: (E,) float32, mean number of slots per token and layer that each expert gets in a larger batch. None:
+            computed from `counts`, for this forward alone.
+        counts: Per layer (E,) float32, slots per token of each expert; filled by the forward if `slots` is None.
     """
 
     aux: float
@@ -98,13 +98,13 @@ class RouterScores:
 
     @torch.no_grad()
     def add(self, layer: int, logits: Tensor, chosen: Tensor) -> None:
-        """Record a layer's scores, from its logits (rows, E) and the experts (rows, k) that the rows go through."""
+        """Record a layer's scores, given its logits (rows, E) and the chosen experts (rows, k)."""
         assert self.rows is not None, "the rows that predict tokens are not known"
         experts = (chosen[self.rows] if self.experts is None else self.experts[:, layer]).long()
         self.found[layer] = experts, logits[self.rows].float().log_softmax(-1).gather(-1, experts)
 
     def packed(self) -> Tensor:
-        """(T, 2 L k) float32: the experts of all layers, then their log-probs. Expert numbers are exact in float32."""
+        """Return (T, 2 L k) float32: expert numbers of all layers (exact in float32), then their log-probs."""
         layers = [self.found[layer] for layer in sorted(self.found)]
         return torch.cat([torch.stack(values, 1).flatten(1).float() for values in zip(*layers, strict=True)], 1)
 
@@ -121,7 +121,7 @@ class RouterScores:
 
 @dataclass
 class Routes:
-    """The experts of one forward over T rows, with L layers that have experts.
+    """Routing of one forward over T rows and L layers with experts: choices to replay, and records to fill.
 
     Attributes:
         replay: (T, L, k) integer, taken instead of the routers' choices; a row with a negative first number keeps its
@@ -130,7 +130,7 @@ class Routes:
         balance: Router losses; None: there are none.
         rows: Number of leading rows that are tokens of the batch; None: all.
         loads: See `measure`; filled by the forward unless None.
-        counted: Rows that are measured; None: all. Another forward may measure the rows of a shared prompt.
+        counted: Rows that `measure` counts; None: all. Another forward may count the rows of a shared prompt.
         scores: Log-probs of experts at the rows that predict tokens; filled by the forward unless None.
     """
 
@@ -159,7 +159,7 @@ class Routes:
         the sum of each expert's probability, then the sum of the squared log-sum-exp of the logits.
 
         Args:
-            layer: Its number.
+            layer: Number of the layer.
             logits: (T, E) float32.
             experts: (T, k), the chosen experts.
         """
@@ -212,10 +212,10 @@ def stored_dtype(experts: int) -> torch.dtype:
 
 
 def stored(numbers: Tensor, experts: int) -> Tensor:
-    """`Rollout.routing` of expert numbers (T, L, k), any integer dtype, on their device.
+    """Convert expert numbers (T, L, k) of any integer dtype to `Rollout.routing`, on their device.
 
     The k experts of a layer are ascending. An unknown token has negative numbers in all layers, stored with all bits
-    set: 255 in uint8, -1 in int16. experts: of a layer.
+    set: 255 in uint8, -1 in int16. experts: Number of experts per layer.
     """
     return numbers.to(torch.int16).to(stored_dtype(experts))
 

@@ -25,13 +25,13 @@ HEAD_ROWS = 256  # rows of the output layer compared at once
 
 
 class Sampler:
-    """Runs one published version of a policy, without its masters, and verifies the tensors that its products use.
+    """Runs one published version of a policy, without its masters, and reads its tensors back for verification.
 
-    The policy offers each new version (`offer`), `install` takes it over, and a publish compares `held` with it.
+    The policy offers each new version with `offer`. A publish calls `install`, and compares `held` with the snapshot.
 
     Attributes:
         layout: Shapes, scheme and dtype of the model.
-        weights: What the forward reads.
+        weights: Weight set of the forward.
         tracer: Records the result of every operation; the engine announces the rows that run next. None: no recording.
     """
 
@@ -69,7 +69,7 @@ class Sampler:
         return self._offered is not None and self._installed is self._offered[0]
 
     def install(self, snapshot: Snapshot) -> None:
-        """Run the forward on `snapshot`; an aligned learner reads the same weights already.
+        """Make the forward read `snapshot`. Copies nothing if the learner is aligned: it shares the weights.
 
         Raises:
             PublishError: The snapshot is not the one that was offered last.
@@ -84,10 +84,10 @@ class Sampler:
         self.weights, self._installed = weights(), snapshot
 
     def held(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every published tensor by name, read back from the operands of the forward.
+        """Yield every published tensor by name, read back from the weights that the forward multiplies with.
 
         Raises:
-            PublishError: After the last tensor, if some operand differs in any bit from the one that its tensors give.
+            PublishError: After the last tensor, if preparing the yielded tensors would give other weights in any bit.
         """
         proof = Proof()
         for linear, parts in self.weights.linears.items():
@@ -95,7 +95,7 @@ class Sampler:
             for part in parts:
                 yield from self._stored(part, widths, proof)
         for name, value in self.weights.values.items():
-            if name == self._head and not self._multiplies(value):
+            if name == self._head and not self._is_head(value):
                 raise self._refusal(f"{name}: the output layer multiplies with other values")
             yield name, value
         try:
@@ -120,8 +120,8 @@ class Sampler:
         assert self._installed is not None, "no version was installed"
         return PublishError(f"publish of version {self._installed.version}: {what}")
 
-    def _multiplies(self, value: Tensor) -> bool:
-        """Whether the output layer multiplies with `value`, which on the CPU it holds in float32."""
+    def _is_head(self, value: Tensor) -> bool:
+        """Whether the output layer multiplies with `value`, which it holds in float32 on the CPU."""
         blocks = zip(self.weights.head.split(HEAD_ROWS), value.split(HEAD_ROWS), strict=True)
         return self.weights.head is value or all(torch.equal(head, rows.to(head.dtype)) for head, rows in blocks)
 
@@ -143,11 +143,11 @@ class Sampler:
 
     @torch.no_grad()
     def hidden_states(self, ids: Tensor, attention: Attention, routes: Routes = NO_ROUTES) -> Tensor:
-        """Final hidden states (T, H) of a packed batch. ids: (T,) int64."""
+        """Return the final hidden states (T, H) of a packed batch. ids: (T,) int64."""
         return self._decoder(ids, attention, self.weights, None, routes)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """float32 logits (R, V) of hidden states (R, H); no gradient."""
+        """Return the float32 logits (R, V) of hidden states (R, H); no gradient."""
         return logits_of(hidden, self.weights.head, self._kernels)
 
     @torch.no_grad()
@@ -157,7 +157,7 @@ class Sampler:
 
     @torch.no_grad()
     def logprobs(self, hidden: Tensor, tokens: Tensor, truncation: Truncation) -> Tensor:
-        """Log-probs of the tokens (R,) that follow states (R, H), by the learner's own function: (R,), in nats."""
+        """Return log-probs (R,) in nats of the tokens (R,) that follow states (R, H), by the learner's function."""
         return token_logprobs(hidden, None, self.weights.head, tokens, truncation, SCORE_CHUNK, self._kernels)[0]
 
     @torch.no_grad()

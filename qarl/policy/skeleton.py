@@ -15,7 +15,7 @@ from qarl.inputs.library_errors import foreign_errors
 from qarl.policy.experts import take_apart
 from qarl.policy.modules import HFModule, check_family
 
-ATTENTION = "sdpa"  # until qarl's own replaces it; a config.json may name a kernel to download and run
+ATTENTION = "sdpa"  # never runs, as qarl has its own; config.json might name a kernel for transformers to download
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -81,8 +81,8 @@ def check_shapes(model: nn.Module, scheme: Scheme, ignore: list[str]) -> None:
 def placeholder(shape: Sequence[int], device: torch.device) -> Tensor:
     """Return a float32 tensor of full shape over one element of memory. It is NaN, so that accidental reads show.
 
-    They are the parameters of a policy whose masters are stored elsewhere. A forward reads quantized weights only, and
-    autograd needs only the shape. A meta tensor would not work, because its gradient would be on the meta device.
+    A policy whose masters are stored elsewhere has placeholders as parameters. Its forward reads quantized weights
+    only, and autograd needs only the shape. A meta tensor would not work: its gradient would be on the meta device.
     """
     return torch.full((1,), math.nan, device=device).expand(tuple(shape))
 

@@ -38,14 +38,14 @@ T = TypeVar("T", PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedModel)
 class ModelSource:
     """A located model."""
 
-    name: str  # directory or hub name, as `from_pretrained` takes it
-    gguf_file: str | None  # inside the directory, if the model is a GGUF file
-    revision: str | None = None  # of a hub name
+    name: str  # directory or hub name, for `from_pretrained`
+    gguf_file: str | None  # name of the GGUF file in the directory, if the model is one
+    revision: str | None = None  # git revision of a hub model
 
     def file(self, name: str) -> Path | None:
         """Find one file of the model, or return None. Offline, a file that the cache lacks counts as missing.
 
-        Raises the errors of huggingface_hub if it cannot tell.
+        Raises huggingface_hub's errors, for example if the hub cannot be reached.
         """
         directory = Path(self.name)
         with path_errors(self.name):

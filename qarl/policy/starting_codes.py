@@ -1,4 +1,4 @@
-"""Masters with better codes than those of the model's own weights: GPTQ and AWQ.
+"""GPTQ and AWQ: master weights that quantize to better codes than the model's own.
 
 Both need the inputs of every linear layer. One forward over the calibration text computes them, in the sampler's
 arithmetic: just before a linear multiplies, its input is noted (`Decoder.note`), the linear is quantized from it, and
@@ -56,8 +56,8 @@ def starting_masters(
     """
     if policy.experts:
         raise UserError(
-            f"quant.init: {method}: an expert sees only the tokens routed to it, too few of a calibration text; use "
-            "rtn for a mixture of experts"
+            f"quant.init: {method}: a calibration text routes too few tokens to each expert; use rtn for a mixture of "
+            "experts"
         )
     weights = policy.sampler.weights
     linears = dict(weights.linears)
@@ -81,9 +81,9 @@ def replace_masters(policy: Policy, method: str, sequences: Sequence[Sequence[in
 
 
 class _Walk:
-    """Quantizes every linear when its input is recorded.
+    """Quantizes every linear when the forward reports its input.
 
-    linears: weights that the forward multiplies with; entries are replaced. master: by name. found: the new masters.
+    linears: Weights of the forward; entries are replaced. master: Returns a master by name. found: The new masters.
     """
 
     def __init__(
@@ -102,15 +102,15 @@ class _Walk:
                 self.quantize(layer, linear, modules, self._input(linear, *tensors))
 
     def quantize(self, layer: DecoderLayer, linear: PackedLinear, modules: list[str], x: Tensor) -> None:
-        """Choose the codes of a linear's quantized modules. x: their input [T, K]; may be changed in place."""
+        """Choose the codes of a linear's quantized modules. x: Their input (T, K); may be changed in place."""
         raise NotImplementedError
 
     def master(self, name: str) -> Tensor:
-        """The master as far as it is known: float32 on the policy's device."""
+        """Return the new master if there is one, else the given one: float32 on the policy's device."""
         return self.found[name] if name in self.found else self._master(name).to(self.policy.device)
 
     def _input(self, linear: PackedLinear, values: Tensor | None, *codes: Tensor | None) -> Tensor:
-        """What the products multiply, [T, K]: activations after quantization, if the scheme quantizes them."""
+        """Return the activations (T, K) that a product reads, dequantized if the scheme quantizes them."""
         if values is None:
             given, scale = codes
             assert given is not None and scale is not None, "activations are values or codes"
@@ -185,8 +185,8 @@ class _AWQ(_Walk):
 
     def _loss(self, masters: Mapping[str, Tensor], scale: Tensor, hessian: Tensor) -> float:
         """||X W^T - (X / s) Q(W s)^T||^2 over the modules."""
-        held = self._quantized({module: master * scale for module, master in masters.items()})
-        values = [weight.dequantize(torch.float32) / scale for weight in held.values()]
+        weights = self._quantized({module: master * scale for module, master in masters.items()})
+        values = [weight.dequantize(torch.float32) / scale for weight in weights.values()]
         lost = torch.cat([*masters.values()]) - torch.cat(values)
         return float(((lost @ hessian) * lost).sum(dtype=torch.float64))
 
@@ -210,13 +210,13 @@ def _before(layer: DecoderLayer, linear: PackedLinear) -> list[str] | None:
 
 
 def _smoothing(sizes: Tensor, alpha: float) -> Tensor:
-    """s of AWQ: sizes^alpha, scaled so that its smallest and largest entry are reciprocal. sizes: mean|x|, [K]."""
+    """AWQ's s (K,): sizes^alpha, scaled so that its smallest and largest entries are reciprocals. sizes: mean|x|."""
     powers = sizes.clamp(min=1e-4).pow(alpha)
     return powers / (powers.max() * powers.min()).sqrt()
 
 
 def hessian_of(x: Tensor) -> Tensor:
-    """X^T X in float32: [T, K] -> [K, K]."""
+    """Return X^T X (K, K) in float32, of x (T, K)."""
     total = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
     for rows in x.split(_ROWS):
         wide = rows.float()

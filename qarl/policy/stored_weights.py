@@ -1,4 +1,4 @@
-"""The parameters of a model's safetensors files as float32 masters, those of a quantized checkpoint included."""
+"""Reads the safetensors files of a model, also of a quantized checkpoint, as float32 masters."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from qarl.inputs.tensors import OpenTensors, StoredTensor
 class StoredWeights:
     """Reads the parameters of a model directory, one at a time. Keeps its files open.
 
-    A quantized weight becomes its dequantized values. If a run stores it as the file does, it becomes a preimage
-    (`Scheme.preimage`), so that the run's first version has the codes and scales of the file.
+    A quantized weight becomes its dequantized values. If the run's scheme stores weights as the file does, it becomes a
+    preimage (`Scheme.preimage`) instead, so that the run's first version has the codes and scales of the file.
 
     Args:
-        directory: The model's.
-        architecture: What its config.json describes.
+        directory: Directory of the model.
+        architecture: Shapes of the model, from its config.json.
         quant: The `quant` section of the run that reads them; None: dequantized values only.
 
     Attributes:
         files: The stored tensors by name.
         format: How quantized layers are stored; None if the model is not quantized.
         quantized: Shapes of the quantized Linear layers by module name.
-        held: Stored tensors in memory, which are not read again.
+        held: Cache of tensors in memory by name; callers fill it.
 
     Raises:
         UserError: The tensors are not those that config.json describes.
@@ -108,14 +108,14 @@ def _quantized(
 
 
 def _schemes(quant: QuantConfig | None) -> Callable[[str], Scheme | None]:
-    """Return the scheme that rounds a module to the nearest codes in a run; None if there is none."""
+    """Return a function from a module name to the scheme that quantizes it by RTN in the run, or to None."""
     if quant is None or quant.init != "rtn" or not (scheme := scheme_of(quant)).quantized:
         return lambda module: None
     return lambda module: None if is_ignored(module, quant.ignore) else scheme
 
 
 def _cut(weight: LowBitWeight, rows: range | None) -> tuple[LowBitWeight, slice]:
-    """Return a part of a weight that has `rows`, and where they are in it."""
+    """Cut `rows` out of a weight if its scheme allows it, else return the whole weight; and the slice that is left."""
     if rows is None:
         return weight, slice(None)
     n, unit = weight.shape[0], weight.scheme.row_unit

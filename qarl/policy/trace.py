@@ -105,7 +105,7 @@ class Tracer:
 
 
 def digest(tensors: Sequence[Tensor]) -> Tensor:
-    """(R,) int64 per row of tensors (R, ...), on their device: equal for equal values, 0 and -0 included.
+    """Return one int64 digest per row of tensors (R, ...), on their device. 0 and -0 count as equal.
 
     The sum modulo 2^64 of the values' bits times odd constants: one value that differs changes the sum.
     """
@@ -122,8 +122,8 @@ def digest(tensors: Sequence[Tensor]) -> Tensor:
 
 @cache
 def _constants(count: int, device: torch.device) -> Tensor:
-    drawn = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
-    return (2 * drawn + 1).to(device)
+    random = torch.randint(-(2**62), 2**62, (count,), generator=torch.Generator().manual_seed(count))
+    return (2 * random + 1).to(device)
 
 
 def _common(one: Sequence[int], other: Sequence[int]) -> int:

@@ -33,9 +33,9 @@ def learner_weights(policy: PolicyParts, snapshot: Snapshot, masters: Mapping[st
     In the published dtype they share the snapshot's tensors. In another dtype they are the masters, rounded to it.
 
     Args:
-        policy: Names the packed linears and how its learner computes.
+        policy: The learner's policy.
         snapshot: The current version.
-        masters: By name; an aligned learner reads none.
+        masters: Master weights by name; not read if the learner is aligned.
     """
     if policy.aligned:
         return sampler_weights(policy, snapshot)
@@ -59,12 +59,13 @@ def learner_weights(policy: PolicyParts, snapshot: Snapshot, masters: Mapping[st
 
 
 def sampler_weights(policy: PolicyParts, snapshot: Snapshot, learner: WeightSet | None = None) -> WeightSet:
-    """A snapshot in the sampler's arithmetic.
+    """Return the weights of a snapshot in the sampler's arithmetic.
 
     Args:
-        policy: Names the packed linears and the sampler's dtype.
+        policy: The learner's policy.
         snapshot: The version to read.
-        learner: The learner's weights of the same version; values and output layer are shared in the same dtype.
+        learner: The learner's weights of the same version. Unquantized values and output layer are shared with them if
+            the dtypes agree.
     """
     shared = learner if policy.learner_dtype == policy.dtype else None
     values = _published_values(policy, snapshot) if shared is None else shared.values
@@ -81,10 +82,10 @@ def _weight_set(
     kv_fp8: bool,
     head: Tensor | None = None,
 ) -> WeightSet:
-    """weights_of: makes the weights of some layers with one input, one for all of them or one per layer."""
+    """Build a weight set. weights_of: Returns the weights of layers with the same input: one for all, or one each."""
     linears = {}
     for linear in policy.decoder.linears:
-        # A CPU's products have other bits in other shapes, so plain torch multiplies each layer by itself.
+        # On a CPU the bits of a product depend on its shape, so plain torch multiplies each layer separately.
         groups = [linear.names] if fused else [(name,) for name in linear.names]
         weights = [weight for names in groups for weight in weights_of(names)]
         if fused and linear.experts is not None and len(weights) > 1:
@@ -111,7 +112,7 @@ def _unquantized(policy: PolicyParts) -> list[str]:
 
 
 def _published(policy: PolicyParts, names: tuple[str, ...], snapshot: Snapshot) -> list[LowBitWeight]:
-    """The sampler's weights of some layers: one for all of them if they are a group of the snapshot."""
+    """Return the sampler's weights of some layers: one for all if the snapshot packs them, else one per layer."""
     return [weight.prepare(policy.dtype, policy.kernels) for weight in snapshot.packed(names)]
 
 
@@ -122,9 +123,9 @@ def _learner(
     masters: Mapping[str, Tensor],
     rounded: Callable[[str], Tensor],
 ) -> list[LowBitWeight]:
-    """The weights of some layers as a learner that is not aligned reads them.
+    """Return the weights of some layers for a learner that is not aligned.
 
-    rounded: a master by name in the learner's dtype, sharing no memory with it.
+    rounded: Returns a master by name, rounded to the learner's dtype in new memory.
     """
     dtype, kernels = policy.learner_dtype, policy.kernels
     quantized = [name in snapshot.weights for name in names]

@@ -77,7 +77,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(tiny_model, tmp_path):
     weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][:250].clone()
     weights.configure(vocab_size=250)
     smaller = weights.save(tmp_path / "smaller")
-    with pytest.raises(UserError, match=r"id 258, and the model has 250 tokens; use the model's own tokenizer"):
+    with pytest.raises(UserError, match=r"id 258, but the model has only 250 tokens; use the model's own tokenizer"):
         load_tokenizer(ModelConfig(path=str(smaller)))
 
 

@@ -152,7 +152,7 @@ def test_a_checkpoint_without_a_scheme_opens_as_values(saved, name):
 
 def test_activation_order_needs_a_scheme_to_open(saved):
     directory, _ = saved("compressed-tensors activation order")
-    with pytest.raises(UserError, match=r"no scheme has its groups \(activation order\); pass --scheme"):
+    with pytest.raises(UserError, match=r"no scheme supports its groups \(activation order\); pass --scheme"):
         open_policy(resolve_target(str(directory)), device="cpu")
     opened = open_policy(resolve_target(str(directory), quant={"scheme": "w8a8"}), device="cpu")
     assert opened.policy.current.weights
