@@ -1,9 +1,9 @@
 """The canary: fixed token sequences whose log-probs the sampler must reproduce after every publish.
 
 Digests prove that bytes arrived. The canary proves that the sampler computes with them: the sampler scores it, and so
-does the policy's own forward in the sampler's arithmetic. The two differ because kernels and rounding differ, and that
-difference keeps its size while the weights change. So the first load, which vLLM does from a checkpoint, sets the
-bound. Log-probs are natural logarithms at temperature 1.
+does the policy's own forward in the sampler's arithmetic. If the two use other kernels, their log-probs differ by
+rounding, and the size of this difference stays the same while the weights change. So the first load, from a checkpoint,
+sets the bound. Log-probs are natural logarithms at temperature 1.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import chain, cycle, islice
 from qarl.weight_sync.fingerprints import PublishError
 
 SEQUENCES, TOKENS = 2, 64  # scored at every publish
-FACTOR = 4.0  # allowed ratio of a later mean to the first; 2.6 was measured without an error, with both means small
+FACTOR = 4.0  # allowed ratio of a later mean to the first; a healthy run reached 2.6, with both means small
 FLOOR = 0.25  # nats: a smaller mean is never an error, however well the first load agreed
 BROKEN = 1.0  # nats: a larger mean indicates another model (a random policy differs by 5 or more)
 
@@ -66,7 +66,7 @@ class CanaryCheck:
         Args:
             version: Policy version.
             sampler: The sampler's log-probs per token sequence, in nats.
-            policy: Those of the policy's own forward, sequence after sequence.
+                policy: The same log-probs from the policy's own forward, concatenated over sequences.
 
         Raises:
             PublishError: The sampler computes another model, or not with the weights that it was sent.
@@ -76,18 +76,16 @@ class CanaryCheck:
             self.bound = self._first_bound(found)
         elif found.mean > self.bound:
             raise PublishError(
-                f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, "
-                f"where the first load allows a mean of {self.bound:.4f}: it does not compute with the "
-                "weights that it was sent"
+                f"publish of version {version}: vLLM's log-probs on the canary are off by {found}, above the "
+                f"mean of {self.bound:.4f} that the first load allows: vLLM does not use the weights that it was sent"
             )
         return {"publish/canary_abs_mean": found.mean, "publish/canary_abs_max": found.max}
 
     def _first_bound(self, first: Difference) -> float:
         if first.mean > BROKEN:
             raise PublishError(
-                f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary: it "
-                "does not run this model and scheme right; use rollout.numerics=exact, or another "
-                "scheme"
+                f"rollout: vLLM's log-probs of the initial policy are off by {first} on the canary, so vLLM does not "
+                "run this model and scheme correctly; use rollout.numerics=exact, or another scheme"
             )
         if self._exact and first.max == 0.0:
             return 0.0
@@ -102,7 +100,8 @@ class CanaryCheck:
 def canary_of(prompts: Sequence[Sequence[int]], limit: int) -> list[list[int]]:
     """Return the first `SEQUENCES` distinct prompts of at least two tokens, cut to `TOKENS`.
 
-    Prompts of one token are joined to one sequence. A context (`limit`, in tokens) of two tokens has nothing to score.
+    If all prompts have one token, they are joined to one sequence. The result is empty if the context (`limit`, in
+    tokens) has only two tokens, because a response needs one of them.
     """
     chosen: list[list[int]] = []
     longest = min(TOKENS, limit - 1)

@@ -9,8 +9,7 @@ from pathlib import Path
 from qarl_formats.scheme import TensorSpec
 from transformers import PreTrainedTokenizerBase
 
-from qarl.errors import UserError
-from qarl.storage.disk import disk_errors, free_bytes
+from qarl.storage.disk import disk_errors, require_free
 from qarl.storage.model_directory import DOCUMENT_BYTES, RECORD_BYTES, config_document, save_tokenizer
 from qarl.storage.shards import Shard, plan_shards, shard_index, stored_bytes
 from qarl.storage.tensorfile import TensorFile, write_file
@@ -36,11 +35,8 @@ def write_snapshot_checkpoint(
     shards = plan_shards(_specs(snapshot), MAX_SHARD_BYTES)
     total = sum(stored_bytes({shard.file: shard.specs}) for shard in shards)
     needed = total + RECORD_BYTES * len(snapshot.tensors) + DOCUMENT_BYTES
-    if (free := free_bytes(directory)) < needed:
-        raise UserError(
-            f"{directory}: no space for the sampler's checkpoint ({needed:,} bytes needed, {free:,} free); "
-            "free some space, or choose another train.run_dir, on another disk"
-        )
+    fix = "free some space, or choose another train.run_dir, on another disk"
+    require_free(directory, needed, "the sampler's checkpoint", fix)
     documents = {"config.json": config_document(layout.config, layout.dtype, layout.scheme, layout.ignore)}
     if layout.generation is not None:
         documents["generation_config.json"] = json.loads(layout.generation.to_json_string())
@@ -70,7 +66,7 @@ def _specs(snapshot: Snapshot) -> dict[str, dict[str, TensorSpec]]:
 
 def _write_shard(directory: Path, shard: Shard, snapshot: Snapshot) -> None:
     layout = {name: (snapshot.tensors[name].dtype, spec.shape) for name, spec in shard.specs.items()}
-    # transformers requires the metadata. The file need not reach the disk: a sampler reads it at once.
+    # transformers requires the metadata. No fsync: a sampler reads the file at once, and a new start writes it again.
     with TensorFile(directory / shard.file, layout, {"format": "pt"}, durable=False) as file:
         for name in shard.specs:
             file.write(name, snapshot.tensors[name])

@@ -1,8 +1,8 @@
 """Quantize the masters of one policy version, once, for the learner's forward, publishes and exports.
 
 With several ranks, each quantizes the rows it holds, and the stored tensors are gathered on all. Rows are quantized
-independently, with two exceptions. A scheme may store one value for several rows, which a plan never separates. It may
-also share a value over a whole tensor, which the ranks compute together first. So the stored tensors equal, bit for
+independently, with two exceptions. A scheme may store one value for several rows; the row plan keeps such rows on one
+rank. It may also store one value per tensor; the ranks compute it together first. So the stored tensors equal, bit for
 bit, those of one process that quantizes the whole masters.
 """
 
@@ -48,9 +48,9 @@ def gather_codes(
 ) -> Snapshot:
     """Quantize all masters and return the whole snapshot on every rank. A collective.
 
-    The stored tensors are those of `quantize_parameter`, but it waits for a GPU only once, at the end. The experts of a
-    layer are quantized together: a mixture has thousands of small matrices, and launching kernels for each would take
-    longer than the computation.
+    The stored tensors are those of `quantize_parameter`, but this synchronizes with the GPU only once, at the end. The
+    experts of a layer are quantized together: a mixture has thousands of small matrices, and launching kernels for each
+    would take longer than the computation.
 
     Args:
         shards: This rank's rows of each master by name, float32; read in the same order on all ranks, and twice if
@@ -90,7 +90,7 @@ def shared_over_ranks(
             continue
         lone: dict[str, Block] = {block[0].removesuffix(".weight"): block for block in blocks if len(block) == 1}
         groups: list[list[Block]] = [[lone.pop(name) for name in names] for names in fused_groups(lone)]
-        groups += [[block] for block in blocks if len(block) > 1]  # a stack contains everything it is fused with
+        groups += [[block] for block in blocks if len(block) > 1]  # all experts of a layer are one block
         groups += [[block] for block in lone.values() if exchange.count > 1]
         if not groups:
             continue
@@ -139,16 +139,16 @@ class _CodeGather:
         """Quantize this rank's rows of a block and start to gather them."""
         scheme = self._scheme_of(block[0])
         for places, rows in own_rows(block, self._plan, self._exchange.rank, self._shards):
-            made = self._made(block, rows.detach(), scheme)
-            if self._exchange.count == 1 and len(rows) == self._plan.block_shape(block)[0] and made:
-                self._stored[block] = dict(made)  # nothing to gather
+            quantized = self._quantized(block, rows.detach(), scheme)
+            if self._exchange.count == 1 and len(rows) == self._plan.block_shape(block)[0] and quantized:
+                self._stored[block] = dict(quantized)  # nothing to gather
                 return
             if block not in self._stored:
                 self._stored[block] = self._empty(block, scheme, rows.device)
             for suffix, out in self._stored[block].items():
-                features = 1 if scheme is None else scheme.rows_per_entry(suffix) or 1
-                cut = [range(math.ceil(some.start / features), math.ceil(some.stop / features)) for some in places]
-                self._gathers.add(made[suffix].contiguous() if made else out[:0], cut, out)
+                unit = 1 if scheme is None else scheme.rows_per_entry(suffix) or 1
+                cut = [range(math.ceil(some.start / unit), math.ceil(some.stop / unit)) for some in places]
+                self._gathers.add(quantized[suffix].contiguous() if quantized else out[:0], cut, out)
 
     def _empty(self, block: Block, scheme: Scheme | None, device: torch.device) -> dict[str, Tensor]:
         """Allocate the stored tensors of all rows."""
@@ -162,13 +162,13 @@ class _CodeGather:
             if scheme.rows_per_entry(suffix) is not None
         }
 
-    def _made(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
+    def _quantized(self, block: Block, rows: Tensor, scheme: Scheme | None) -> Mapping[str, Tensor]:
         """Return the stored tensors of some rows by suffix; empty if a quantized weight has no rows on this rank."""
         if scheme is not None and not len(rows):
-            self._quantizer.nothing(block[0], rows.device)
+            self._quantizer.add_no_rows(block[0], rows.device)
             return {}
-        form = self._quantizer.quantize(block[0], rows, scheme, self._shared.get(block[0]))
-        return {"": form} if isinstance(form, Tensor) else form.tensors
+        weight = self._quantizer.quantize(block[0], rows, scheme, self._shared.get(block[0]))
+        return {"": weight} if isinstance(weight, Tensor) else weight.tensors
 
     def snapshot(self) -> Snapshot:
         """Return the snapshot of all masters of the plan. A collective; synchronizes with the device once.
@@ -183,12 +183,13 @@ class _CodeGather:
         for name in filter(faulty.__contains__, self._plan.shapes):
             self._refuse(name)
         assert not faulty, f"flagged as not finite, but no bad value was found: {faulty}"
-        forms: dict[str, LowBitWeight | Tensor] = {}
+        parameters: dict[str, LowBitWeight | Tensor] = {}
         for block in self._plan.blocks:
             whole = self._whole(block)
             rows = [self._plan.shapes[name][0] for name in block]
-            forms |= zip(block, whole.split(rows) if len(block) > 1 else [whole], strict=True)
-        return build_snapshot(self._quantizer.version, ((name, forms.pop(name)) for name in self._plan.shapes))
+            parameters |= zip(block, whole.split(rows) if len(block) > 1 else [whole], strict=True)
+        # `pop`: the snapshot may then free a tensor after copying it.
+        return build_snapshot(self._quantizer.version, ((name, parameters.pop(name)) for name in self._plan.shapes))
 
     def _whole(self, block: Block) -> LowBitWeight | Tensor:
         """Return the weights of a block as one weight."""
@@ -213,5 +214,5 @@ class _CodeGather:
         own = self._quantizer.bad_values(self._shards[name], scheme).reshape(1)
         bad = int(self._exchange.gather_rows(own, [range(rank, rank + 1) for rank in range(count)]).sum())
         total = math.prod(self._plan.shapes[name])
-        if bad:  # the flag of a block may be another master's
+        if bad:  # a block has one flag, so another master of the block may be the faulty one
             raise self._quantizer.refusal(name, scheme, bad, total)

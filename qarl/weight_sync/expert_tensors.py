@@ -47,7 +47,10 @@ def join_experts(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def part_experts(tensors: Iterable[tuple[str, Tensor]], members: Members) -> Iterator[tuple[str, Tensor]]:
-    """The inverse: (name, tensor) of each expert, as views. members: of the stacks that may come."""
+    """Undo `join_experts`: yield (name, tensor) of each expert, as views.
+
+    members: The modules of every joined name that `tensors` may contain.
+    """
     for name, tensor in tensors:
         module, _, suffix = name.rpartition(".")
         if module not in members:

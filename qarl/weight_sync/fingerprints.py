@@ -16,12 +16,12 @@ from torch import Tensor
 from qarl.errors import UserError
 
 METADATA = (".weight_shape",)  # suffixes of tensors that no kernel reads and that never change: int64 (2,)
-PORTION = 1 << 30  # bytes of tensors whose digests one launch computes; then they are released
+PORTION = 1 << 30  # bytes of tensors that one launch digests; they are released afterwards
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """shape, dtype (as torch prints it) and digest of the bytes in row-major order.
+    """Shape, dtype (as torch prints it) and digest of a tensor's bytes in row-major order.
 
     digest: "mix64:<hex>" on a GPU, computed there (`qarl_kernels.digest`), "sha256:<hex>" on the CPU.
     """
@@ -40,7 +40,7 @@ class Fingerprint:
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
-    """Fingerprints by name, in the order given; waits for a GPU once.
+    """Compute fingerprints by name, in the given order. Synchronizes with a GPU once.
 
     tensors: (name, tensor) with distinct names. If the iterable creates tensors lazily, about `PORTION` bytes are alive
         at once.
@@ -63,7 +63,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint
 
 
 class _Portions:
-    """Digests of one GPU's tensors, which are kept only until their portion is launched."""
+    """Digests of one GPU's tensors. A tensor is referenced only until its portion is launched."""
 
     def __init__(self) -> None:
         self._sizes: dict[str, int] = {}
@@ -101,7 +101,7 @@ def verify(
 ) -> None:
     """Raise `PublishError` unless `held` equals `expected`: every name, shape, dtype and byte, in any order.
 
-    version, where (the holder): for the error.
+    version: Policy version, for the error. where: Who holds the tensors, for the error.
     """
     for name, found in held.items():
         wanted = expected.get(name)
@@ -126,9 +126,9 @@ SAME = Fingerprint((), "", "the same tensor")
 
 
 def verify_in_process(version: int, published: Mapping[str, Tensor], held: Iterable[tuple[str, Tensor]]) -> None:
-    """`verify` for a holder in this process, which may hold the published tensors themselves; only others are digested.
+    """Run `verify` for a sampler in this process. Tensors that are the published objects are not digested.
 
-    published: the snapshot's tensors. held: (name, tensor), each once.
+    published: The snapshot's tensors. held: (name, tensor) with distinct names.
     """
     shown = dict(held)
     own = [name for name, tensor in shown.items() if tensor is published.get(name)]

@@ -13,7 +13,7 @@ from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import Block, RowPlan
 from qarl.weight_sync.quantize import RUN_BYTES
 
-MESSAGE_BYTES = 2**26  # all ranks' rows that trigger a message; a tensor of this size gets its own message, unpacked
+MESSAGE_BYTES = 2**26  # bytes over all ranks that trigger a message; a larger tensor gets its own, without a copy
 IN_FLIGHT = 2  # messages in flight while the rows of the next one are computed
 
 
@@ -46,7 +46,7 @@ class BucketedGather:
         """Send the last message and wait for all."""
         self._send()
         while self._under_way:
-            self._land()
+            self._wait_for_first()
 
     def _send(self) -> None:
         if not self._waiting:
@@ -55,9 +55,9 @@ class BucketedGather:
         self._waiting, self._bytes = [], 0
         self._under_way.append(self._exchange.begin_gathers(own, cuts, outs))
         if len(self._under_way) > IN_FLIGHT:
-            self._land()
+            self._wait_for_first()
 
-    def _land(self) -> None:
+    def _wait_for_first(self) -> None:
         self._under_way.popleft()()
 
 
@@ -66,10 +66,13 @@ def own_rows(
 ) -> Iterator[tuple[list[range], Tensor]]:
     """Yield a rank's rows of a block in chunks that are aligned over all ranks.
 
-    A stack is split into chunks of RUN_BYTES; a single master is one chunk.
+    A block of several masters is split into chunks of RUN_BYTES; a single master is one chunk.
 
     Args:
-        shards: The rank's rows of each master by name, fetched lazily. Adjacent ones are not copied.
+        block: Names of the masters.
+        plan: Assignment of rows to ranks.
+        rank: The rank.
+        shards: The rank's rows of each master by name, fetched lazily. Rows adjacent in memory are not copied.
 
     Yields:
         The block's rows that each rank contributes to the chunk, and this rank's rows, concatenated and contiguous.

@@ -55,8 +55,8 @@ class Quantizer:
 
     def __init__(self, dtype: torch.dtype, version: int, kernels: bool) -> None:
         self.dtype, self.version, self.kernels = dtype, version, kernels
-        self._counts: dict[str, Tensor] = {}  # of quantized weights: number of values that are not finite
-        self._largest: dict[str, Tensor] = {}  # of others: the largest magnitude, NaN or infinite if any value is
+        self._counts: dict[str, Tensor] = {}  # per quantized weight: number of values that are not finite
+        self._largest: dict[str, Tensor] = {}  # per other parameter: maximum magnitude, NaN or infinite if any value is
 
     def check(self, name: str, shape: Sequence[int], scheme: Scheme | None) -> None:
         """Raise UserError if the scheme does not fit the shape of a whole master."""
@@ -69,7 +69,10 @@ class Quantizer:
     def quantize(
         self, name: str, master: Tensor, scheme: Scheme | None, shared: Tensor | None
     ) -> LowBitWeight | Tensor:
-        """Quantize a master, or whole units of its rows, which may come in several calls; not empty if quantized."""
+        """Quantize a master, or some of its rows: whole units (`Scheme.row_unit`), at least one.
+
+        Several calls may pass the rows of one master. Without a scheme there may be no rows.
+        """
         master = master.detach()
         if scheme is not None:
             try:
@@ -84,15 +87,15 @@ class Quantizer:
         self._largest[name] = torch.maximum(self._largest[name], largest) if name in self._largest else largest
         return value
 
-    def nothing(self, name: str, device: torch.device) -> None:
-        """Record a quantized weight with no (further) rows on this rank."""
+    def add_no_rows(self, name: str, device: torch.device) -> None:
+        """List a quantized weight in `faults` although this rank has no rows of it (left)."""
         if name not in self._counts:
             self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
 
     def faults(self) -> tuple[list[str], Tensor]:
-        """Return all names so far, and float32 (names,) on their device: 1 if a value is not finite, else 0.
+        """Return all names so far, and one float32 flag per name, on the device: 1 if a value is not finite, else 0.
 
-        The order of the names depends only on the order in which parameters came.
+        The order of the names depends only on the order of the calls.
         """
         flags = [torch.stack(list(self._counts.values())) != 0] if self._counts else []
         if self._largest:
@@ -100,13 +103,13 @@ class Quantizer:
         return [*self._counts, *self._largest], torch.cat(flags).float() if flags else torch.zeros(0)
 
     def require_finite(self, masters: Mapping[str, Tensor], scheme_of: SchemeOf) -> None:
-        """Raise UserError for the first master with values that are not finite. Waits for the device."""
+        """Raise UserError for the first master with values that are not finite. Synchronizes with the device."""
         names, flags = self.faults()
         faulty = {name for name, flag in zip(names, flags.tolist(), strict=True) if flag}
         for name in filter(faulty.__contains__, masters):
             if bad := int(self.bad_values(masters[name], scheme_of(name)).item()):
                 raise self.refusal(name, scheme_of(name), bad, masters[name].numel())
-        assert not faulty, "a value that is not finite and was not found again"
+        assert not faulty, f"flagged as not finite, but no bad value was found: {faulty}"
 
     def bad_values(self, master: Tensor, scheme: Scheme | None) -> Tensor:
         """Count the NaN or infinite values, for `refusal`: int64 [] on the device."""

@@ -31,7 +31,7 @@ class Connection(Protocol):
     Attributes:
         capabilities: What the sampler reported when it was ready: `proved_frac` (fraction of a snapshot's bytes that
             fingerprints prove), `notes` (lines for the user), `phases` (seconds per part of its start).
-        transports: One per process of the sampler; none in the learner's process.
+        transports: One per process of the sampler; empty if it runs in the learner's process.
     """
 
     capabilities: dict[str, Any]
@@ -71,8 +71,8 @@ class WeightSender:
         tokenizer: Tokenizer for the same checkpoint.
         scorer: Computes the canary on this side.
         canary: Token sequences of at least two tokens each.
-        say: Called with one line that the user should read.
-        exact: The sampler promises log-probs that are bit-identical to the policy's.
+        say: Called with one-line messages for the user.
+        exact: Whether the sampler promises log-probs that are bit-identical to the policy's.
 
     Attributes:
         holds: Whether the sampler is known to hold a version.
@@ -111,7 +111,8 @@ class WeightSender:
     def accept(self, connection: Connection, snapshot: Snapshot, mode: Mode) -> None:
         """Register a sampler that started from the prepared checkpoint. The first one's canary sets the bound.
 
-        mode: of the next update. Raises PublishError if the sampler computes something else.
+        mode: Mode of the next update; delta keeps a reference to the snapshot. Raises PublishError if the sampler's
+        log-probs are too far off.
         """
         scored, first = connection.call("score", self.canary, _ignore), not self.started
         self._compare(connection, snapshot, scored, self._scored)
@@ -169,7 +170,7 @@ class WeightSender:
             self.metrics |= {f"time/publish_{part}_s": value for part, value in seconds.items()}
             return scored, expected
         except SamplerFault:
-            transports = ()  # closing that sampler frees its unreleased transports
+            transports = ()  # closing the failed sampler frees what was packed for it
             raise
         finally:
             for transport in transports:

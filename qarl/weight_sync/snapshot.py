@@ -28,7 +28,7 @@ class ModelLayout:
 
     Attributes:
         config: Hugging Face configuration of the unquantized model.
-        generation: Its generation config, with the tokens that end a response, if it has one.
+        generation: The model's generation config, if it has one; names the tokens that end a response.
         scheme: Quantization scheme of the linear layers.
         ignore: Linear layers that are not quantized (`quant.ignore`).
         dtype: dtype of activations and of everything that is not quantized.
@@ -69,9 +69,9 @@ class Snapshot:
         tensors: In layer order, under the names of compressed-tensors (`model.layers.0.mlp.up_proj.weight_packed`,
             ...); unquantized parameters in the compute dtype under their own names.
         weights: The quantized linears by module name; their tensors are the objects in `tensors`.
-        groups: Packed linears (q, k and v; gate and up; all experts of a layer), by the names of their modules, whose
-            tensors are views of the group's. A group is missing if its weights cannot be concatenated, see
-            `can_concatenate`.
+        groups: Packed linears (q, k and v; gate and up; all experts of a layer) by the names of their modules. The
+            tensors of the modules are views of the group's tensors. A group whose weights cannot be concatenated (see
+            `can_concatenate`) is missing.
     """
 
     version: int
@@ -85,11 +85,11 @@ class Snapshot:
         return LowBitWeight.of_values(self.tensors[f"{module}.weight"]) if weight is None else weight
 
     def packed(self, modules: tuple[str, ...]) -> list[LowBitWeight]:
-        """The weights of linears with one input: one if they are a group, otherwise one per module."""
+        """Return the weights of linears with the same input: one if they are a group, else one per module."""
         whole = self.groups.get(modules)
         return [self.weight(module) for module in modules] if whole is None else [whole]
 
-    @cached_property  # writes past a frozen dataclass's guard; comparisons do not see it
+    @cached_property  # allowed in a frozen dataclass: it writes to `__dict__`, and is not a field
     def published(self) -> dict[str, Tensor]:
         """Return `tensors` as they are sent to a sampler, with experts joined; see `join_experts`."""
         return join_experts(self.tensors)
@@ -100,7 +100,7 @@ class Snapshot:
         return fingerprints(self.published.items())
 
     def copied(self, buffer_of: Callable[[int], Tensor]) -> Snapshot:
-        """Copy all tensors into one buffer, on any device; see `copy_tensors`."""
+        """Return a copy with all tensors in one buffer, on any device; see `copy_tensors`."""
         parts = [self.tensors, *(weight.tensors for weight in chain(self.weights.values(), self.groups.values()))]
         named = chain.from_iterable(part.items() for part in parts)
         copies = copy_tensors((t for name, t in named if not f".{name}".endswith(METADATA)), buffer_of)
@@ -113,7 +113,7 @@ class Snapshot:
         return Snapshot(self.version, moved(self.tensors), weights, groups)
 
     def manifest(self) -> Manifest:
-        """sha256 of every tensor: what checkpoints and exports record."""
+        """Return the sha256 of every tensor, as checkpoints and exports record it."""
         return Manifest(self.version, {name: describe(tensor) for name, tensor in self.tensors.items()})
 
 
@@ -149,9 +149,9 @@ def copy_tensors(tensors: Iterable[Tensor], buffer_of: Callable[[int], Tensor]) 
 def build_snapshot(version: int, parameters: Iterable[tuple[str, LowBitWeight | Tensor]]) -> Snapshot:
     """Build a snapshot from stored parameters, by name in layer order.
 
-    The weights of a group are concatenated in memory, without a copy if they are adjacent already, so that forwards
-    need no second copy. The separate tensors of a group are freed before the next group is copied, unless the caller
-    keeps them. Weights stay separate if `can_concatenate` is false.
+    The weights of a group are concatenated, so that forwards need no second copy; this copies nothing if they are
+    adjacent in memory already. The separate tensors of a group are freed before the next group is copied, unless the
+    caller keeps them. Weights stay separate if `can_concatenate` is false.
     """
     found = dict(parameters)
     groups: dict[tuple[str, ...], LowBitWeight] = {}
@@ -179,7 +179,7 @@ def named_tensors(name: str, parameter: LowBitWeight | Tensor, unpacked: bool = 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """shape, dtype (as torch prints it) and sha256 of the bytes in row-major order."""
+    """Shape, dtype (as torch prints it) and sha256 of a tensor's bytes in row-major order."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -200,6 +200,6 @@ class Manifest:
 
 
 def describe(tensor: Tensor) -> TensorRecord:
-    """Shape, dtype and digest of a tensor on any device."""
+    """Return the record of a tensor on any device."""
     flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
     return TensorRecord(tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(flat.numpy().data).hexdigest())

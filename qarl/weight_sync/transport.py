@@ -5,10 +5,10 @@
               receiver.done(); answer
 
 - Memory file (CPU): the learner copies tensors into shared memory, and the sampler reads them there.
-- CUDA IPC (GPUs of one host): the sampler opens the learner's memory. If it has a GPU of its own, it copies tensors to
-  it, over NVLink if there is one. Nothing listens: only processes of the same user can use a handle.
+- CUDA IPC (GPUs of one host): the sampler opens the learner's memory. If it has its own GPU, it copies tensors to it,
+  over NVLink if available. No port is opened, and only processes of the same user can open a handle.
 
-A tensor arrives on the kind of device that it left.
+CPU tensors arrive on the CPU, and GPU tensors on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class CudaHandle:
 class Entry:
     """One tensor of a payload.
 
-    dtype: as `torch` names it. place: offset in the buffer in bytes, the bytes themselves, or a handle.
+    dtype: Such as `int32`. place: Offset in the buffer in bytes, the bytes themselves, or a handle.
     """
 
     name: str
@@ -98,8 +98,8 @@ COUNTERS_START = 64  # bytes that torch's RefcountedMapAllocator reserves before
 class ReceiverPlan:
     """File descriptors and GPUs that the sampler's process needs to open its receiver.
 
-    fds: the memory file. gpus: for CUDA IPC the sampler's GPU, then the learner's if it differs; CUDA indices in the
-    learner's numbering.
+    fds: The memory file. gpus: For CUDA IPC, the sampler's GPU, then the learner's if it is another one; CUDA indices
+    as the learner's process numbers them.
     """
 
     fds: tuple[int, ...] = ()
@@ -133,7 +133,7 @@ class MemoryFileTransport:
 
 
 class MemoryFileReceiver:
-    """Maps the memory file, inherited as `fd`. What the sampler writes to a tensor stays in its process."""
+    """Maps the memory file (`fd`, inherited) copy-on-write: what the sampler writes stays in its process."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

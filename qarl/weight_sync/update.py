@@ -19,7 +19,7 @@ from qarl.weight_sync.fingerprints import Fingerprint, fingerprints, verify
 from qarl.weight_sync.transport import bytes_of
 
 PATCH = "#patch"
-PORTION = 256 << 20  # bytes that `receive` takes before it lets the sampler work
+PORTION = 256 << 20  # bytes that `receive` takes between two calls of `meanwhile`
 Prints = Mapping[str, Fingerprint]
 
 
@@ -40,7 +40,7 @@ def delta(
 
 
 def patch_of(old: Tensor, new: Tensor) -> Tensor:
-    """Return the patch that turns `old` into `new`, on their device. Both have one shape, dtype and device."""
+    """Return the patch that turns `old` into `new`, on their device. Both have the same shape, dtype and device."""
     assert (old.shape, old.dtype, old.device) == (new.shape, new.dtype, new.device), (old.shape, new.shape)
     words = _words(new)
     places = (_words(old) != words).nonzero()[:, 0]
@@ -83,17 +83,17 @@ def receive(
     base: Callable[[str], Tensor],
     meanwhile: Callable[[], None] = lambda: None,
 ) -> dict[str, Tensor]:
-    """Apply patches to copies of held tensors, and verify everything that arrived.
+    """Receive an update: apply patches to copies of the current tensors, and verify all results.
 
     Args:
         version: Policy version, for errors.
-        arriving: Tensors by name, and patches by name + `PATCH`.
+        arriving: (name, tensor), or (name + `PATCH`, patch).
         expected: Fingerprints of all tensors of the version.
-        base: Returns the held tensor of a name.
+        base: Returns the sampler's current tensor by name.
         meanwhile: Called after every `PORTION` bytes, for other work.
 
     Returns:
-        New tensors by name.
+        The tensors that were sent, by name; patched ones in full.
 
     Raises:
         PublishError: The received bytes are not the sent ones.

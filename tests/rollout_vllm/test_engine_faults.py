@@ -24,7 +24,7 @@ from qarl.weight_sync.sender import WeightSender
 
 SAMPLING = SamplingParams(2, 1, 8, stop_token_ids=frozenset({1}))
 PROMPTS = [Prompt(i, [5 + i, 70, 90 + i], "", {}) for i in range(6)]
-MEANT = "where the first load allows a mean of 0.2500: it does not compute with the weights that it was sent"
+MEANT = "above the mean of 0.2500 that the first load allows: vLLM does not use the weights that it was sent"
 
 
 class Case:

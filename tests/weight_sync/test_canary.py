@@ -57,7 +57,7 @@ def test_a_publish_beyond_the_bound_of_the_mean_is_refused_in_one_line() -> None
         checked(0.0, FLOOR, 0.26)
     text = str(refused.value)
     assert text.startswith("publish of version 2: vLLM's log-probs on the canary are off by mean 0.2600, max 0.5200")
-    assert "first load allows a mean of 0.2500" in text and "\n" not in text
+    assert "above the mean of 0.2500 that the first load allows" in text and "\n" not in text
 
 
 @pytest.mark.parametrize(
