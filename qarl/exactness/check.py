@@ -43,8 +43,8 @@ def check_exactness(
     """
     request.check()
     where = pick_device(device)
-    with ExitStack() as held:
-        held.enter_context(quiet_libraries(say))
+    with ExitStack() as stack:
+        stack.enter_context(quiet_libraries(say))
         tokenizer = load_tokenizer(target.model)
         texts = [] if prompts is None else _texts(prompts)
         given = [prompt.token_ids for prompt in render(target, tokenizer, texts, GenerateOptions(chat=False))]
@@ -56,10 +56,10 @@ def check_exactness(
         if engine == "native":
             sampler = Native(opened)
         else:
-            place = held.enter_context(_place_of_log())
+            directory = stack.enter_context(_log_directory())
             say("starting vLLM")
-            sampler = VLLM(opened, sizes, rollout, place, say)
-        held.callback(sampler.close)
+            sampler = VLLM(opened, sizes, rollout, directory, say)
+        stack.callback(sampler.close)
         check = Check(opened.policy, sampler, target.name, engine)
         all_rounds = rounds(request, given, sizes, opened.policy.config.vocab_size, lambda: check.found.tokens)
         for number, one in enumerate(all_rounds):
@@ -74,19 +74,19 @@ def check_exactness(
 
 
 @contextmanager
-def _place_of_log() -> Iterator[Path]:
+def _log_directory() -> Iterator[Path]:
     """Create a directory for vLLM's log. It is kept if an error message refers to it."""
     from qarl.rollout.vllm.process import SamplerError
 
-    place = Path(tempfile.mkdtemp(prefix="qarl-verify-exact-"))
+    directory = Path(tempfile.mkdtemp(prefix="qarl-verify-exact-"))
     try:
-        yield place
+        yield directory
     except SamplerError:
         raise
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
+        shutil.rmtree(directory, ignore_errors=True)
         raise
-    shutil.rmtree(place, ignore_errors=True)
+    shutil.rmtree(directory, ignore_errors=True)
 
 
 def _texts(prompts: AnyPath | Sequence[str]) -> list[str]:

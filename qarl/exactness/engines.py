@@ -1,4 +1,4 @@
-"""Engines that a check samples from. They can also trace one sequence."""
+"""Engines that `qarl verify-exact` samples from. They can also trace one sequence."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from qarl.types import Rollout
 
 
 class Engine(Protocol):
-    """An engine to check. preemptions: number of times a sequence lost its KV pages; None if unknown."""
+    """An engine to check. preemptions: How often a sequence lost its KV pages and was recomputed; None if unknown."""
 
     preemptions: int | None
 
     def sample(self, one: Round) -> list[Rollout]:
-        """`RolloutEngine.generate` of the round."""
+        """Return the round's responses, see `RolloutEngine.generate`."""
         ...
 
     def trace(self, one: Round, tracer: Tracer) -> list[Rollout]:
-        """`sample`, with every operation of its forwards reported to the tracer."""
+        """Like `sample`; also reports every operation of the forwards to the tracer."""
         ...
 
     def close(self) -> None: ...
@@ -65,7 +65,7 @@ class Native:
 
 
 class VLLM:
-    """vLLM with exact numerics, in the learner's process. place: an empty directory of its own."""
+    """vLLM with exact numerics, in the learner's process. place: An empty directory for its files."""
 
     def __init__(
         self, opened: Opened, sizes: Sizes, rollout: RolloutConfig, place: Path, say: Callable[[str], None]

@@ -14,7 +14,7 @@ OPERATIONS = {
     "stream": "the residual stream that it reads",
     "input_norm": "the norm before attention",
     "qkv": "the product of q, k and v",
-    "rotary": "rotation and norms of q and k, and the keys as attention reads them",
+    "rotary": "norms and rotation of q and k; the keys that attention reads",
     "attention": "attention over the keys so far",
     "o": "the product of o",
     "mlp_stream": "the residual stream before the MLP",
@@ -26,7 +26,7 @@ OPERATIONS = {
     "shared_gate_up": "the product of gate and up of the shared expert",
     "shared_activation": "silu(gate) * up of the shared expert",
     "shared_down": "the product of down of the shared expert",
-    "down": "the product of down, of experts the sum of what they give",
+    "down": "the product of down; for experts, the weighted sum of their outputs",
     "final_stream": "the residual stream after the last layer",
     "final_norm": "the last norm",
     "head": "the output layer and the log-prob",
@@ -56,8 +56,8 @@ def first_difference(
 ) -> FirstDifference | None:
     """Return the first place with different digests: the earliest position, then the first operation; None if equal.
 
-    A row depends only on earlier positions, so this difference is not caused by another one. one, other: see
-    `Tracer.found`; `one` determines the order of operations.
+    A row depends only on earlier positions, so no other difference caused this one. one, other: `Tracer.found` of both;
+    `one` determines the order of operations.
     """
     both = {step: places for step, places in one.items() if step in other}
     layers = 1 + max((layer for layer, operation in one if not operation.startswith("final")), default=-1)

@@ -26,7 +26,7 @@ SEQUENCES_BY_DEVICE = {"cpu": 6, "cuda": 48}
 
 @dataclass(frozen=True)
 class Request:
-    """Options. None: a default for the device.
+    """Options of a check. None: a default for the device.
 
     Attributes:
         tokens: Minimum number of tokens to sample.
@@ -59,7 +59,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Round:
-    """One `generate` of the engine."""
+    """Arguments of one `generate` call of the engine."""
 
     prompts: list[Prompt]
     sampling: SamplingParams
@@ -90,7 +90,10 @@ class Sizes:
 
 
 def sizes_of(request: Request, given: Sequence[list[int]], context: int, device: str) -> Sizes:
-    """Choose sizes. given: the user's prompts. context: of the model, in tokens. device: cpu or cuda."""
+    """Choose the sizes of a check.
+
+    given: Token ids of the user's prompts. context: The model's context in tokens. device: cpu or cuda.
+    """
     tokens, longest = request.tokens or TOKENS_BY_DEVICE[device], request.longest or LONGEST_BY_DEVICE[device]
     prompt = max(map(len, given), default=0)
     if prompt and request.longest is None:
@@ -115,7 +118,10 @@ def rounds(
     """Yield an endless, deterministic sequence of rounds.
 
     Args:
-        given: The user's prompts, of which each round takes some. If empty, prompts are random tokens.
+        request: Options of the check.
+        given: Token ids of the user's prompts; each round takes some. If empty, prompts are random tokens.
+        sizes: Sizes of the check.
+        vocabulary: Number of token ids.
         sampled: Number of tokens sampled so far. A round has no more prompts than the rest of `sizes.tokens` needs.
     """
     generator, number, taken = random.Random(request.seed), 0, 0

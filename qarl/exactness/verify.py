@@ -193,7 +193,7 @@ def _explained(found: bool, same_tokens: bool, same_learner: bool, repeats: bool
     if found:
         return ""
     if repeats:
-        return "sampling again differs, but not if operations run one by one for a trace: look at the CUDA graphs"
+        return "the difference recurs, but not in a trace, which runs without CUDA graphs: look at the CUDA graphs"
     if not same_tokens:
         return "sampling again gave other tokens before a difference occurred: the engine is not deterministic"
     return "sampling again did not differ; the difference is not reproducible"

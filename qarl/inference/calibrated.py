@@ -1,4 +1,4 @@
-"""Masters of a model whose codes `quant.init` chooses, for `qarl quantize` and `qarl compare --offline`."""
+"""Calibrated master weights (`quant.init: gptq` or `awq`), for `qarl quantize` and `qarl compare --offline`."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +20,7 @@ def calibrated(target: Target, masters: Masters, device: str = "auto", say: Call
 
     Args:
         target: A run or a model; `quant.init` names the method.
-        masters: Of the target.
+        masters: Masters of the target.
         device: auto, cpu or cuda.
         say: Called with one line of progress.
 
@@ -41,5 +41,5 @@ def calibrated(target: Target, masters: Masters, device: str = "auto", say: Call
 
 
 def sequences_of(target: Target, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Return the token ids that calibrate a target. For errors see `calibration_sequences`."""
+    """Return the token ids of a target's calibration text. For errors see `calibration_sequences`."""
     return calibration_sequences(target.quant.calibration, tokenizer, context_of(target), place=PLACE)

@@ -39,7 +39,7 @@ SKIP_IN_TRAINING = "set model.verify_digests: false to skip this check"
 
 
 class TensorDigest(Record):
-    """A stored tensor. dtype: as torch prints it. sha256: of its bytes in row-major order."""
+    """Digest of a stored tensor. dtype: As torch prints it. sha256: Over the bytes in row-major order."""
 
     shape: list[int]
     dtype: str
@@ -103,7 +103,7 @@ class ExportRecord:
     """
 
     def __init__(self, path: Path, contents: Mapping[str, Any], skip: str) -> None:
-        """skip: how to open the directory unchecked, for messages."""
+        """contents: The parsed file. skip: How to skip the check, for messages."""
         self.path, self._contents, self._skip = path, contents, skip
         version = contents.get("format_version")
         self._whole = None if version == 1 else checked(_Whole, contents, str(path))
@@ -183,7 +183,7 @@ class ExportRecord:
 def read_export_record(directory: Path, skip: str = SKIP) -> ExportRecord | None:
     """Read the record of a directory; None if qarl did not export it.
 
-    skip: how to open the directory unchecked, for messages. Raises UserError if the record cannot be read.
+    skip: How to skip the check, for messages. Raises UserError if the record cannot be read.
     """
     path = directory / RECORD
     try:

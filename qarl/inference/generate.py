@@ -31,7 +31,7 @@ class GenerateOptions:
         n: Samples per prompt.
         temperature: 0 is greedy.
         top_k, top_p, min_p: See `Truncation`; 0, 1 and 0 are off.
-        max_new_tokens: Longest completion.
+        max_new_tokens: Maximum number of tokens per completion.
         seed: Random seed.
         template_kwargs: Arguments of the chat template. None: the run's.
         stop: Strings that end a completion, besides the end-of-sequence tokens. None: the run's.
@@ -82,7 +82,7 @@ def complete(
         texts: Prompts.
         options: Options.
         device: auto, cpu or cuda.
-        say: Called with single lines before the weights are read.
+        say: Called with one-line messages before the weights are read.
 
     Returns:
         Completions in the order (text, sample).

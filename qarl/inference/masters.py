@@ -30,14 +30,14 @@ from qarl.weight_sync.snapshot import describe
 
 @dataclass(frozen=True)
 class Masters:
-    """A model's parameters without the model.
+    """The FP32 parameters of a model, read lazily.
 
     Attributes:
         config: Configuration of the unquantized model.
         generation: Its generation config.
         shapes: Shape by parameter name, in the model's order; tied weights once.
         linears: Modules that a scheme may quantize.
-        read: Returns the float32 values of a name, on the CPU. Masters of several ranks are joined for each call.
+        read: Returns the float32 values of a name, on the CPU. Each call joins the shards of several ranks.
         version: Version of the run's snapshot of these masters; None for a model.
         digest: Digest of the same snapshot.
     """
@@ -53,7 +53,7 @@ class Masters:
     def forms(
         self, quant: QuantConfig, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[str, LowBitWeight | Tensor]]:
-        """Yield (name, parameter as it is published) in order, with one parameter in memory at a time.
+        """Yield (name, published form) of each parameter in order, with one parameter in memory at a time.
 
         Raises UserError before the first parameter if the scheme does not fit a layer.
         """
@@ -106,7 +106,7 @@ def open_masters(target: Target, tokenizer: PreTrainedTokenizerBase | None = Non
 
     Args:
         target: A run or a model.
-        tokenizer: Of the target, if it is loaded already.
+        tokenizer: Tokenizer of the target, if it is already loaded.
 
     Raises:
         UserError: The checkpoint is damaged or belongs to another model, or the model's configuration, tokenizer or
@@ -148,7 +148,8 @@ def _require_same_model(
 ) -> None:
     """Raise UserError if the base model's small files changed since the checkpoint with this state was saved.
 
-    The base weights are not compared, because the checkpoint has its own, nor is what older versions did not record.
+    The base weights are not compared, because the checkpoint has its own. Nor are values that an older version of qarl
+    did not record.
     """
     now = Inputs({"model": model_digests(target.model, generation, tokenizer)}, model_files(config, generation))
     if changed := [what for _, what in changed_inputs(state, now)]:

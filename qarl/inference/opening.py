@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from qarl.config import RolloutConfig
+from qarl.config.architecture import FAMILIES
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord
@@ -69,8 +70,7 @@ def context_of(target: Target) -> int:
     limit = getattr(load_model_config(target.model), "max_position_embeddings", None)
     if limit is None:
         raise UserError(
-            f"{target.name}: does not say its max_position_embeddings; supported families are Llama, "
-            "Mistral, Qwen2 and Qwen3"
+            f"{target.name}: its configuration has no max_position_embeddings; use a model of {', '.join(FAMILIES)}"
         )
     return min(limit, (target.run and target.run.model.max_length) or limit)
 
@@ -84,15 +84,15 @@ def open_policy(
     tokenizer: PreTrainedTokenizerBase | None = None,
     max_length: int | None = None,
 ) -> Opened:
-    """Build the policy of a run's checkpoint, an exported checkpoint or a model. No masters are kept.
+    """Build the policy of a run's checkpoint, an exported checkpoint or a model, without masters.
 
     Args:
         target: What to open. The codes of a run in its own scheme are compared with the digest that the run recorded.
         device: auto, cpu or cuda.
         rollout: Engine sizes (max_num_seqs, max_batched_tokens, kv_cache_tokens).
-        masters: Of the target, if they are open already.
-        tokenizer: Of the target, if it is loaded already.
-        max_length: Tokens of prompt and response, if less than the context.
+        masters: Masters of the target, if they are already open.
+        tokenizer: Tokenizer of the target, if it is already loaded.
+        max_length: Maximum tokens of prompt and response. None: the context.
 
     Raises:
         UserError: Something cannot be read or does not fit.
@@ -174,8 +174,8 @@ def _stored_forms(
         if isinstance(stored, Tensor):
             if name.removesuffix(".weight") in weights.quantized:
                 raise UserError(
-                    f"{weights.file(name)}: {name}: no scheme has its groups (activation order); pass --scheme to "
-                    "quantize its values"
+                    f"{weights.file(name)}: {name}: no scheme supports its groups (activation order); pass --scheme to "
+                    "quantize its dequantized values"
                 )
             yield name, stored.to(device, dtype)
             continue

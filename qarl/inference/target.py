@@ -28,7 +28,7 @@ from qarl.utils.text import first_few
 
 @dataclass(frozen=True)
 class Target:
-    """A policy that can be opened.
+    """A policy to open: where it is, and the scheme to run it in.
 
     Attributes:
         kind: `run` (masters of a checkpoint), `export` (a quantized checkpoint, opened with its own codes and scales),
@@ -123,7 +123,7 @@ def resolve_target(
         if path.is_file():
             raise UserError(f"{name}: is a file; give a run directory, a checkpoint directory, or a model")
         run_dir, checkpoint = _run_of(path)
-        _check_there(name, path)
+        _refuse_missing_run(name, path)
     if run_dir is not None:
         return _run_target(name, run_dir, checkpoint, step, quant or {}, model)
     if step is not None:
@@ -200,7 +200,7 @@ def _scale_dtype(path: Path, stored: CheckpointFormat, found: Mapping[str, Store
     return scale.dtype if scale.dtype in FLOATS else "float32"
 
 
-def _check_there(name: str, path: Path) -> None:
+def _refuse_missing_run(name: str, path: Path) -> None:
     """Raise UserError if `name` looks like a missing run, because asking the hub for it would take half a minute."""
     if "/" not in name or path.exists():
         return
