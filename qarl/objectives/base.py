@@ -59,7 +59,7 @@ DEFAULT = "tbpo"
 
 
 class RunConfig(Protocol):
-    """What objectives read of the whole configuration (`qarl.config.config.Config`, whose module imports this one)."""
+    """The part of the whole configuration (`qarl.config.Config`) that objectives read; it avoids an import cycle."""
 
     @property
     def objective(self) -> ObjectiveConfig: ...
@@ -226,7 +226,7 @@ class RatioObjective(ObjectiveConfig):
         None,
         description="train: learner now over learner at the rollout's weights; rollout: learner now over the sampler "
         "(bypass); shadow: the sampler's arithmetic now over the sampler, with the learner's gradient; one: value 1, "
-        "with the learner's gradient. null: that of correction.preset, or train.",
+        "with the learner's gradient. null: the ratio of correction.preset if it sets one, else train.",
     )
 
     router_shift_floor: float | None = Field(

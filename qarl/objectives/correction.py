@@ -137,7 +137,7 @@ def importance_weights(
 
 @torch.no_grad()
 def optimal_cap(config: CorrectionConfig, logps: TokenLogProbs, segments: Segments, pruned: Pruned) -> float | None:
-    """Compute C* = sqrt(2 (1 + chi2)), the cap that minimizes the bound of a truncated weight's mean squared error.
+    """Compute C* = sqrt(2 (1 + chi2)): it minimizes an upper bound on the mean squared error of a truncated weight.
 
     1 + chi2 is the mean square of the ratio learner over sampler, per token or per response according to
     `config.level`, without pruned tokens (survey, section on sequence-level truncation).

@@ -155,8 +155,8 @@ class CorrectionConfig(Section):
     upper: float | None = Field(None, gt=0, le=FACTOR, description="Upper bound of the ratio (default 2).")
     cap: Literal["auto"] | None = Field(
         None,
-        description="auto: the upper bound is sqrt(2 (1 + chi2)) of each minibatch, which minimizes the bound of the "
-        "weight's mean squared error; null: `upper`.",
+        description="auto: the upper bound is sqrt(2 (1 + chi2)) of each minibatch, which minimizes an upper bound on "
+        "the weight's mean squared error; null: `upper`.",
     )
     normalize: bool = Field(False, description="Divide the weights by their mean over the minibatch.")
     reject: list[RejectRule] | None = Field(
