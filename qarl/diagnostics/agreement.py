@@ -1,4 +1,4 @@
-"""Check during an exact run that sampler and learner log-probs of the sampled tokens are bitwise equal."""
+"""Checks during an exact run that sampler and learner log-probs of the sampled tokens are bit-identical."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def command(config: Config) -> str:
     cache = "" if quant.kv_cache_dtype == "auto" else f" --kv-cache-dtype {quant.kv_cache_dtype}"
     engine = "" if rollout.engine == "native" else f" --engine {rollout.engine}"
     shaped, plain = asdict(truncation_of(config)), Truncation()
-    drawn = [f" --{k.replace('_', '-')} {v!r}" for k, v in shaped.items() if v != getattr(plain, k)]
+    sampling = [f" --{k.replace('_', '-')} {v!r}" for k, v in shaped.items() if v != getattr(plain, k)]
     model = shlex.quote(config.model.path)
-    return f"qarl verify-exact {model} --scheme {quant.scheme}{group}{cache}{engine}{''.join(drawn)}"
+    return f"qarl verify-exact {model} --scheme {quant.scheme}{group}{cache}{engine}{''.join(sampling)}"
 
 
 def promised(config: Config, policy: Policy) -> bool:
     """Whether the run is exact: an aligned learner, and a sampler that computes with the learner's operations."""
-    exact, ahead = config.rollout.exact, config.rollout.asynchronous
-    if ahead is not None and not ahead.exact:
+    asynchronous = config.rollout.asynchronous
+    if asynchronous is not None and not asynchronous.exact:
         return False
-    return policy.aligned and (policy.kernels or policy.device.type == "cpu") and exact
+    return policy.aligned and (policy.kernels or policy.device.type == "cpu") and config.rollout.exact

@@ -22,14 +22,14 @@ Modules = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class BackwardError:
-    """metrics: backward/*. modules: errors of the linear layers with a nonzero 16-bit gradient."""
+    """metrics: The backward/* metrics. modules: Errors of the linear layers with a nonzero 16-bit gradient."""
 
     metrics: dict[str, float]
     modules: Modules
 
 
 def backward_error(passes: Passes) -> BackwardError:
-    """Compare the FP8 gradient g with the 16-bit gradient h, both with the learner's forward, ratio and score (D).
+    """Compare the FP8 gradient g with the 16-bit gradient h: gradient D of `gradient_passes`, with either backward.
 
         backward/cosine          of g and h, over all masters
         backward/relative_error  |g - h| / |h|, over all masters

@@ -31,9 +31,9 @@ def crossings(before: Snapshot, after: Snapshot) -> Crossings:
         return {}
     names: list[str] = []
     counts: list[Tensor] = []
-    for together, its_before, its_after in _compared(before, after, shapes):
-        names += together
-        counts.append(codes_changed(its_before, its_after, [shapes[name][0] for name in together]))
+    for modules, weight_before, weight_after in _compared(before, after, shapes):
+        names += modules
+        counts.append(codes_changed(weight_before, weight_after, [shapes[name][0] for name in modules]))
     changed = dict(zip(names, torch.cat(counts).tolist(), strict=True))  # one transfer from the device
     return {name: (changed[name], rows * columns) for name, (rows, columns) in shapes.items()}
 

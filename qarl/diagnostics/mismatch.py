@@ -27,13 +27,13 @@ def mismatch_metrics(logp_old: Tensor, logp_sampler: Tensor, segments: Segments)
         mismatch/ppl_learner, mismatch/ppl_sampler  exp(-mean o), exp(-mean b), over finite values
         mismatch/ppl_ratio  learner's perplexity over the sampler's, exp(-mean delta)
         mismatch/chi2_token mean_t(exp(2 delta_t)) - 1
-        mismatch/chi2_seq   mean over non-empty responses of exp(2 sum_t delta_t), - 1
+        mismatch/chi2_seq   mean over non-empty responses of exp(2 sum_t delta_t), minus 1
         mismatch/tv         mean_t |1 - r_t| / 2, and mismatch/tv_seq, mean over non-empty responses of
                             |1 - exp(sum_t delta_t)| / 2. Both estimate the total variation distance,
                             sum |p_b - p_o| / 2 = E_b |1 - p_o / p_b| / 2, per token and per response, from the
                             sampled tokens
         mismatch/optimal_cap_token, mismatch/optimal_cap_seq  C* = sqrt(2 (1 + chi2)), from chi2_token and chi2_seq:
-                            the cap that minimizes the mean squared error bound of a truncated weight
+                            the cap that minimizes an upper bound on a truncated weight's mean squared error
         mismatch/ess        (sum r)^2 / sum r^2: effective number of tokens after weighting by r
         mismatch/ess_frac   ess over the number of tokens, in (0, 1]
         mismatch/rollout_probs_diff_mean, _max, _std      of |exp(o_t) - exp(b_t)|; names and definition as in verl
@@ -188,7 +188,10 @@ def _table(where: Tensor, edges: list[float], gap: Tensor) -> list[dict[str, Any
 
 
 def log_prob_gap(logp: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """(T,) logp - other, with infinite differences as +-20 and equal infinities as 0, and (T,) bool: infinite ones."""
+    """Return logp - other (T,), with infinite differences as +-20 and equal infinities as 0; and which were infinite.
+
+    The second tensor is (T,) bool.
+    """
     difference = (logp - other).masked_fill(logp == other, 0.0)
     infinite = torch.isinf(difference)
     return torch.where(infinite, difference.sign() * MAX_EXPONENT, difference), infinite

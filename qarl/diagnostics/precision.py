@@ -45,7 +45,7 @@ def precision_metrics(
         beta_advantage_corr Pearson correlation of beta with the token's advantage. Omitted if either is constant
         ratio_off_10_frac, ratio_off_50_frac  |exp(beta) - 1| above 0.1, above 0.5
         clipped_frac        outside the objective's bounds under exp(alpha), for either sign of A: the policy moved
-        clipped_lost_frac   those of clipped_frac on the side that binds, so without gradient
+        clipped_lost_frac   those of clipped_frac on the side that the sign of A clips, so without gradient
         phantom_frac        outside under the objective's ratio (exp(alpha + beta) for ratio rollout) but inside under
                             exp(alpha), for either sign of A: precision alone, as the study counts
         phantom_lost_frac   those of phantom_frac without gradient. All four are omitted without a band
