@@ -35,8 +35,8 @@ def write_exit_record(text: str, code: int) -> bool:
 def mark_done() -> None:
     """Mark that this rank completed its command.
 
-    The launcher takes exit code 0 without this mark for an early end, such as `os._exit(0)` in an objective. The mark
-    is an empty file because a full disk still takes one.
+    The launcher treats exit code 0 without this mark as a failure, such as `os._exit(0)` in an objective. The mark is
+    an empty file, which can be created even on a full disk.
     """
     if (own := _launched_rank()) is not None:
         rank, directory = own

@@ -75,7 +75,7 @@ def described(error: BaseException) -> str:
 def exit_code(error: BaseException) -> int:
     """Return the exit code of a process that ends with `error`; see `qarl.cli.main`.
 
-    SystemExit counts as a fault of the code that raised it, whatever its code: 0 would claim that the run is complete.
+    SystemExit counts as an internal error, whatever its code: 0 would claim that the run is complete.
     """
     if isinstance(error, UserError):
         return 2

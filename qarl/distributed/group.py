@@ -84,9 +84,9 @@ class Group(Ranks):
     Args:
         rendezvous: The rendezvous. Create it after all imports, because the wait for the other ranks starts then.
         device: The device of this rank.
-        timeout_s: Limit for the start (see `Rendezvous.start_s`), for each collective, and for a rank without a sign of
-            life, in seconds.
-        run_dir: Directory that gets fault.json; None for none.
+        timeout_s: Limit in seconds for the start (see `Rendezvous.start_s`), for each collective, and for a rank
+            without a heartbeat.
+        run_dir: Directory for fault.json. None: no file.
 
     Raises:
         UserError: A rank did not start in time, or the rendezvous cannot be used. Names the rank or the address.
@@ -121,7 +121,7 @@ class Group(Ranks):
                 rank=self.rank,
                 world_size=self.count,
                 timeout=timeout,
-                device_id=device if on_gpu else None,  # NCCL connects now, so that a failure counts as one of the start
+                device_id=device if on_gpu else None,  # NCCL connects now, so that it fails here if it fails
             )
             self.control = dist.new_group(backend="gloo", timeout=timeout)
         except UserError as error:
@@ -195,7 +195,7 @@ class Group(Ranks):
     def _release_groups(self) -> None:
         """Drop the last references to the process groups, which ends their threads.
 
-        A thread that still releases tensors of the last collective while the interpreter exits would abort.
+        Otherwise a thread may release tensors of the last collective while the interpreter exits, and abort.
         """
         self._watch.begun, self._watch.stuck = lambda: 0, lambda: False
         dist.destroy_process_group()
@@ -219,7 +219,7 @@ class Group(Ranks):
         return error
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
-        """All-gather bytes. A first message has the call number, which all ranks must agree on, and the length."""
+        """All-gather bytes. A first message has the length, and the call number, which must be equal on all ranks."""
         self._calls += 1
         heads = self._all_gather(torch.tensor([self._calls, len(data)]))
         calls, lengths = zip(*(head.tolist() for head in heads), strict=True)
@@ -264,8 +264,8 @@ class Group(Ranks):
 
     def _unreachable(self, error: RuntimeError) -> UserError:
         """The error for ranks that have started and cannot reach each other."""
-        said = " ".join(str(error).split())[:300]
-        return UserError(f"rank {self.rank} of {self.count}: cannot reach the others: {said}")
+        reason = " ".join(str(error).split())[:300]
+        return UserError(f"rank {self.rank} of {self.count}: cannot reach the others: {reason}")
 
 
 def _claim_rank(store: Any, rank: int, count: int) -> None:

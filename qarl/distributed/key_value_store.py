@@ -31,8 +31,7 @@ class DirectoryStore(KeyValueStore):
         self._path = path
 
     def post(self, name: str, text: str) -> None:
-        written = self._written(name, text)
-        written.rename(self._path / name)
+        self._temporary(name, text).rename(self._path / name)
 
     def read(self, name: str) -> str | None:
         try:
@@ -41,19 +40,20 @@ class DirectoryStore(KeyValueStore):
             return None
 
     def claim(self, name: str, text: str) -> str:
-        written = self._written(name, text)
+        temporary = self._temporary(name, text)
         try:
-            os.link(written, self._path / name)  # atomic: creates a complete file exactly once
+            os.link(temporary, self._path / name)  # atomic: creates a complete file exactly once
         except FileExistsError:
             return (self._path / name).read_text()
         finally:
-            written.unlink()
+            temporary.unlink()
         return text
 
-    def _written(self, name: str, text: str) -> Path:
-        written = self._path / f".{name}-{os.getpid()}"
-        written.write_text(text)
-        return written
+    def _temporary(self, name: str, text: str) -> Path:
+        """Write `text` to a file of this process, to be renamed or linked."""
+        path = self._path / f".{name}-{os.getpid()}"
+        path.write_text(text)
+        return path
 
 
 class TorchStore(KeyValueStore):

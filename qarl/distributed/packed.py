@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-FILLED = 1.25  # maximum padding: total bytes of equal-length messages relative to the bytes of their rows
+FILLED = 1.25  # maximum size of messages that are padded to equal length, relative to their size without padding
 _ALIGNED = 16  # bytes: alignment of a tensor's rows in a message
 _WORD = 8  # bytes that are copied as one element, if all sizes are multiples of it
 

@@ -76,7 +76,7 @@ class Ranks(ABC):
     def poll(self) -> None:
         """Raise `OtherRankFailed` if another rank has called `broadcast_error` since the last collective, or is gone.
 
-        Call it during long work that ends with `all_agree`. It costs nothing. Not a collective.
+        Call it often during long work that ends with `all_agree`: it looks at most once per second. Not a collective.
         """
         return
 

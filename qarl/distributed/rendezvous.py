@@ -43,13 +43,13 @@ class Rendezvous:
     def start_s(self, timeout_s: float) -> float:
         """Return how long a ready rank waits for the others to start, in seconds.
 
-        `distributed.timeout_s`, but at least START_S under `--nproc`. There the launcher sees at once when a rank ends,
-        so a short timeout would only fail slow imports.
+        This is `distributed.timeout_s`, but at least START_S under `--nproc`. There the launcher notices at once if a
+        rank ends, so a short timeout would only punish slow imports.
         """
         return timeout_s if self._info.directory is None else max(timeout_s, START_S)
 
     def store(self, timeout_s: float) -> Any:
-        """A torch store for process groups. Raises UserError if it cannot be reached within `timeout_s` seconds."""
+        """Return a torch store for process groups. Raises UserError if it is out of reach for `timeout_s` seconds."""
         if self._info.directory is None:
             return dist.PrefixStore(f"groups-{self._run}", self._connected(timeout_s))
         return dist.FileStore(str(self._info.directory / "store"), self.count)
@@ -75,7 +75,7 @@ class Rendezvous:
             os.close(log)
 
     def _connected(self, timeout_s: float) -> Any:
-        """A connection to torch's store at MASTER_ADDR:MASTER_PORT, which also listens there on rank 0.
+        """Return a connection to torch's store at MASTER_ADDR:MASTER_PORT; on rank 0, also start that store.
 
         Raises UserError after `timeout_s` seconds, or at once if this rank cannot listen on the port.
         """

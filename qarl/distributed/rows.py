@@ -11,7 +11,7 @@ from qarl.utils.expert_names import experts_of
 from qarl.utils.packed_linears import fused_groups
 
 Block = tuple[str, ...]
-VECTOR = 64  # elements; vectors are assigned whole, because kernels may round the tail of a vectorized loop differently
+VECTOR = 64  # elements; 1-dimensional masters are split at multiples: a kernel may round a vector loop's tail otherwise
 
 
 class RowPlan:
@@ -22,7 +22,7 @@ class RowPlan:
 
     Args:
         shapes: Shapes of the masters by name.
-        unit_of: Rows of a master that must stay together (a scheme's block of rows, or rows of packed zero points).
+        unit_of: Returns how many consecutive rows of a master must stay together (`Scheme.row_unit`).
         count: Number of ranks.
         stacks: Names of masters that are split as one tensor, concatenated along dimension 0; see `stacked_experts`.
 

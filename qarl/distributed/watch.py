@@ -31,7 +31,7 @@ class Watch(threading.Thread):
         store: Key-value store shared by the ranks.
         rank, count: This rank and the number of ranks.
         timeout_s: Seconds without a heartbeat after which a rank's silence ends the run.
-        last: Called with the fault before this thread ends the process.
+        last: Called with the fault before this thread ends the process; records it.
 
     Attributes:
         stuck: Returns at once whether a GPU collective has failed or has waited for timeout_s.
@@ -62,7 +62,7 @@ class Watch(threading.Thread):
             beat += 1
             try:
                 with self._turn:
-                    self._look(beat)
+                    self._exchange_heartbeats(beat)
             except (OSError, RuntimeError) as error:  # the directory, or the store's process, is gone
                 self.fault = self.fault or self._of(0, f"the ranks' key-value store is gone ({type(error).__name__})")
             if self.fault is not None and leave_at is None:
@@ -103,7 +103,7 @@ class Watch(threading.Thread):
         reason = " ".join(str(error).split())[:300]
         return self.claim(self._of(self._rank, f"lost its connection to another rank: {reason}"))
 
-    def _look(self, beat: int) -> None:
+    def _exchange_heartbeats(self, beat: int) -> None:
         """Post a heartbeat, and read the others' heartbeats and the fault."""
         try:
             self._store.post(f"sign-{self._rank}", f"{beat} {self.begun()}")

@@ -49,7 +49,7 @@ def test_a_rank_that_does_not_see_the_directory_fails_in_one_line(tmp_path, monk
 
     first, blind, third = as_threads(3, work)
     assert type(blind) is UserError and "\n" not in str(blind)
-    assert "there: is on " in str(blind) and " not the directory that rank 0 writes to on " in str(blind)
+    assert "there: on " in str(blind) and " this is not the directory that rank 0 writes to on " in str(blind)
     assert "set train.run_dir to one on a disk that all nodes share" in str(blind)
     for other in (first, third):
         assert isinstance(other, OtherRankFailed) and str(other) == f"rank 1 on {socket.gethostname()}: {blind}"
