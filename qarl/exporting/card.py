@@ -57,8 +57,14 @@ def model_card(
 ) -> str:
     """Return the model card. Raises UserError if the run's records cannot be read.
 
-    dtype: of unquantized tensors. file_format: compressed-tensors' name of it; None for bf16. bf16_bytes: of the same
-    model in bfloat16. fault: why transformers 5 cannot load the export; None if it can.
+    Args:
+        target: The exported run or model.
+        scheme: Scheme of the export.
+        dtype: Dtype of unquantized tensors.
+        file_format: Name of the format in compressed-tensors; None for bf16.
+        tensor_bytes: Bytes of the exported tensors.
+        bf16_bytes: Bytes of the same model in bfloat16.
+        fault: Why transformers 5 cannot load the export; None if it can.
     """
     base = _base_name(target)
     training: list[tuple[str, str]] = []
@@ -167,7 +173,7 @@ def _prompts(prompting: Prompting) -> list[tuple[str, str]]:
     if prompting.system_prompt is not None:
         rows.append(("System message", json.dumps(prompting.system_prompt, ensure_ascii=False)))
     if prompting.prompt_template is not None:
-        rows.append(("Filled with each row", json.dumps(prompting.prompt_template, ensure_ascii=False)))
+        rows.append(("Prompt template", json.dumps(prompting.prompt_template, ensure_ascii=False)))
     ends = [*(json.dumps(text, ensure_ascii=False) for text in prompting.stop), *map(str, prompting.stop_token_ids)]
     if ends:
         rows.append(("Responses also end at", ", ".join(ends)))

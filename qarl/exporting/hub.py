@@ -21,7 +21,7 @@ def create_repository(name: str, private: bool) -> str:
     """
     from huggingface_hub import HfApi
 
-    return str(_asked(name, lambda: HfApi().create_repo(name, private=private, exist_ok=True)).repo_id)
+    return str(_request(name, lambda: HfApi().create_repo(name, private=private, exist_ok=True)).repo_id)
 
 
 def push(repository: str, folder: Path, message: str) -> str:
@@ -32,7 +32,7 @@ def push(repository: str, folder: Path, message: str) -> str:
     """
     from huggingface_hub import HfApi
 
-    uploaded = _asked(
+    uploaded = _request(
         repository,
         lambda: HfApi().upload_folder(repo_id=repository, folder_path=str(folder), commit_message=message),
         f"; the export stays in {folder}",
@@ -40,9 +40,10 @@ def push(repository: str, folder: Path, message: str) -> str:
     return str(uploaded.commit_url)
 
 
-def _asked(name: str, action: Callable[[], Any], kept: str = "") -> Any:
-    """Turn errors of the hub's library into one line. It raises its own errors, httpx errors, OSError and
-    ValueError.
+def _request(name: str, action: Callable[[], Any], kept: str = "") -> Any:
+    """Call `action`, and turn any error into one line: huggingface_hub also raises httpx errors, OSError, ValueError.
+
+    kept: End of the message, about files that stay.
     """
     try:
         return action()

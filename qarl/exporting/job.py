@@ -34,7 +34,7 @@ def export_target(
     for_vllm: bool = True,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ExportResult:
-    """Export a run's checkpoint, or a model rounded to nearest, in the scheme of `target`.
+    """Export a run's checkpoint, or a model quantized without training (`quant.init`), in the scheme of `target`.
 
     Args:
         target: The run's checkpoint or the model.

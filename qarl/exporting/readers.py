@@ -35,9 +35,9 @@ class Reading:
     """Result of a reader."""
 
     token_ids: list[list[int]]  # greedy response to each prompt; some readers leave out the stop token
-    logprobs: list[list[float]] = field(default_factory=list)  # of the tokens of the *reference* responses
-    likeliest: int = 0  # number of these tokens that are the reader's likeliest too
-    version: str = ""  # of the reader's package
+    logprobs: list[list[float]] = field(default_factory=list)  # log-probs of the *reference* responses' tokens, nats
+    likeliest: int = 0  # number of these tokens that the reader also finds most likely
+    version: str = ""  # version of the reader's package
     note: str = ""  # how the reader deviates from the format
 
 
@@ -70,7 +70,7 @@ def fault_of_experts(quantization: Mapping[str, Any], linears: Iterable[str]) ->
         quantization: `quantization_config` of config.json.
         linears: Names of the model's Linear layers; others than those of experts are skipped.
     """
-    ignored: dict[str, set[bool]] = {}  # by the Linears that are fused, whether one of them is ignored
+    ignored: dict[str, set[bool]] = {}  # fused name -> whether the Linear layers that it fuses are ignored
     for name in linears:
         if (fused := of_experts(name)) is not None:
             ignored.setdefault(fused, set()).add(is_ignored(name, quantization["ignore"]))
@@ -154,9 +154,9 @@ def read_vllm(
         "responses": list(responses),
     }
     with tempfile.TemporaryDirectory() as scratch, log.open("w") as output:
-        asked, answered = Path(scratch) / "request.json", Path(scratch) / "answer.json"
-        asked.write_text(json.dumps(request))
-        command = [sys.executable, "-m", "qarl.exporting.vllm_probe", str(asked), str(answered)]
+        request_file, answer_file = Path(scratch) / "request.json", Path(scratch) / "answer.json"
+        request_file.write_text(json.dumps(request))
+        command = [sys.executable, "-m", "qarl.exporting.vllm_probe", str(request_file), str(answer_file)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
             subprocess.run(
@@ -167,7 +167,7 @@ def read_vllm(
         except subprocess.CalledProcessError as error:
             last = _last_error(log)
             raise UserError(f"vLLM ended with code {error.returncode}: {last} (all of it in {log})") from None
-        answer = json.loads(answered.read_text())
+        answer = json.loads(answer_file.read_text())
     log.unlink()  # only a failure needs it
     if "unsupported" in answer:
         raise Unsupported(answer["unsupported"])

@@ -49,9 +49,7 @@ def staged(out: Path) -> Iterator[Path]:
 
 
 def _claim(hidden: Path, out: Path) -> int:
-    """Create or take over `hidden`, and empty it. The lock is released when this process ends, so leftovers are not
-    locked.
-    """
+    """Create or take over `hidden`, lock it and empty it. Returns the lock, which the end of this process releases."""
     hidden.mkdir(exist_ok=True)
     fd = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)  # not a link: it is emptied
     try:

@@ -70,9 +70,10 @@ def training_facts(config: Config, metrics: list[dict[str, Any]], step: int) -> 
 
 
 def evaluations_of(record: RunRecord, step: int, quant: QuantConfig) -> list[tuple[str, ...]]:
-    """Return a row per task of the evaluations by `qarl eval` at `step`, and of the last one in training up to `step`.
+    """Return one row per evaluated task: of the last evaluation in training up to `step`, and of `qarl eval` at `step`.
 
-    Only those with the scheme and KV cache dtype of `quant`. Raises UserError if a results file cannot be read.
+    Skips evaluations with another scheme or KV cache dtype than `quant`. Raises UserError if a results file cannot be
+    read.
     """
     found = []
     own, wanted = record.config.quant, (quant.scheme, quant.kv_cache_dtype)

@@ -58,7 +58,7 @@ class Agreement:
     prompts: int = 0
     same_text: int = 0  # greedy responses with the same tokens
     tokens: int = 0  # compared tokens: those of the reference's responses
-    likeliest: int = 0  # of these, the ones that are the reader's likeliest too
+    likeliest: int = 0  # how many of these the reader also finds most likely
     delta_abs_mean: float | None = None
     delta_abs_max: float | None = None
     bound: float | None = None  # on delta_abs_mean

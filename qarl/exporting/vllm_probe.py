@@ -3,7 +3,7 @@
 REQUEST (JSON): {checkpoint, dtype, experts, prompts: [token ids], responses: [token ids], max_tokens, memory_frac,
 context}.
 ANSWER (JSON): {version, note, greedy: [token ids], logprobs: [[one per token of a response]], likeliest: number of
-response tokens that are vLLM's likeliest too}, or {unsupported: reason}.
+response tokens that vLLM finds most likely}, or {unsupported: reason}.
 One engine does both, without compilation or CUDA graphs. Log-probs are in nats, at temperature 1.
 """
 

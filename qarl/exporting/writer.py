@@ -81,9 +81,8 @@ def export_checkpoint(
         needed = total + RECORD_BYTES * sum(map(len, specs.values())) + DOCUMENT_BYTES
         require_free(out, needed, "the export", "free some space, or choose another OUT, on another disk")
         with disk_errors(out, needed, place="OUT"):
-            written = _write_tensors(
-                directory, shards, masters.forms(target.quant, dtype), unpacked, lambda done: progress(done, total)
-            )
+            parameters = masters.forms(target.quant, dtype)
+            written = _write_tensors(directory, shards, parameters, unpacked, lambda done: progress(done, total))
             _read_back(directory, shards, written.stored, out)
             digest = Manifest(masters.version or 0, written.published).digest()
             if same_as_run:
@@ -115,7 +114,7 @@ class _Written:
 def _write_tensors(
     directory: Path,
     shards: list[Shard],
-    forms: Iterator[tuple[str, LowBitWeight | Tensor]],
+    parameters: Iterator[tuple[str, LowBitWeight | Tensor]],
     unpacked: bool,
     progress: Callable[[int], None],
 ) -> _Written:
@@ -124,17 +123,17 @@ def _write_tensors(
     for shard in shards:
         layout = {name: (getattr(torch, spec.dtype), spec.shape) for name, spec in shard.specs.items()}
         with TensorFile(directory / shard.file, layout, {"format": "pt"}) as file:  # transformers requires the metadata
-            for parameter in shard.parameters:
-                name, form = next(forms)
-                assert name == parameter, (name, parameter)
-                for tensor_name, tensor in named_tensors(name, form, unpacked):
+            for expected in shard.parameters:
+                name, parameter = next(parameters)
+                assert name == expected, (name, expected)
+                for tensor_name, tensor in named_tensors(name, parameter, unpacked):
                     file.write(tensor_name, tensor)
                     written.stored[tensor_name] = describe(tensor)
                     done += tensor.nbytes
-                for tensor_name, tensor in named_tensors(name, form):
+                for tensor_name, tensor in named_tensors(name, parameter):
                     known = None if unpacked else written.stored[tensor_name]
                     written.published[tensor_name] = known or describe(tensor)
-                del form, tensor  # before the next parameter is read
+                del parameter, tensor  # before the next parameter is read
                 progress(done)
     return written
 
@@ -173,7 +172,7 @@ def _record(
     documents: Mapping[str, dict[str, Any]],
     files: Mapping[str, FileDigest],
 ) -> dict[str, Any]:
-    """Return the contents of qarl_export.json. tensors: the stored ones. files: of the tokenizer."""
+    """Return the contents of qarl_export.json. tensors: Records of the stored tensors. files: Tokenizer files."""
     body = {
         "format_version": FORMAT_VERSION,
         **provenance,
