@@ -183,7 +183,7 @@ def _run_dir_faults(config: Config) -> Iterator[Fault]:
     try:
         path, found = look(text)
         if found == "missing" and path.is_symlink():
-            yield Fault(key, text, "is a link to nothing; remove it, or choose another directory")
+            yield Fault(key, text, "is a broken link; remove it, or choose another directory")
             return
         for place in (path, *path.parents):
             _, kind = look(str(place))

@@ -96,7 +96,7 @@ class CheckpointStore:
             require_free(final, needed, "a checkpoint", fix)
             with disk_errors(final, needed):
                 self.directory.mkdir(exist_ok=True)  # it may have been removed while the run continued
-                if final.exists():  # not of the history that this run continues: see `discard_after`
+                if final.exists():  # of an earlier history of the run; `discard_after` explains why it must go
                     self._remove(step)
                 temporary.mkdir()
 
@@ -142,9 +142,9 @@ class CheckpointStore:
     def discard_after(self, step: int) -> list[int]:
         """Remove checkpoints newer than `step`, from which the run resumes; returns their steps.
 
-        These are damaged ones that were skipped, or later ones if the user went back to an earlier step. If they
-        stayed, a later `latest_valid` could combine the weights of one history with the metrics of another. Raises
-        UserError if the disk refuses.
+        They are damaged and were skipped, or the user went back to an earlier step. If they stayed, a later
+        `latest_valid` could combine the weights of one history with the metrics of another. Raises UserError if the
+        disk refuses.
         """
         newer = [other for other in self.ranks.gather(self.steps())[0] if other > step]
 

@@ -9,10 +9,10 @@ from typing import Any
 from qarl.config.by_device import ON_CPU
 from qarl.inputs.json import flatten, short_json
 
-# None of these changes a step that was already taken. `train.steps` extends a run (and stretches a linear or cosine
-# schedule from there on). An evaluation draws from counted random streams, so that it leaves nothing behind in the
-# sampler. The number of ranks and how they hold the masters change the order of sums from there on, which history.json
-# says. Everything else, thread count, batch limits and paths included, can change bits of the result and is refused.
+# Changing these keys does not change a step that was already taken. `train.steps` extends a run (and stretches a linear
+# or cosine schedule from there on). An evaluation uses random numbers of its own, so it does not affect the sampler.
+# `distributed` changes the order of sums from there on, which history.json records. Every other key, thread counts,
+# batch limits and paths included, can change bits of the result, so a change is refused.
 RESUMABLE_KEYS = (
     "train.steps",
     "train.run_dir",

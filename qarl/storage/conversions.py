@@ -30,7 +30,7 @@ SPARE_BYTES = 256 * 2**20  # free disk space to leave after a conversion
 
 _MANIFEST = "manifest.json"
 _logger = logging.getLogger("qarl.conversions")
-_told: set[str] = set()  # reasons already logged: each is logged once per process
+_logged: set[str] = set()  # reasons that were logged; each is logged once per process
 
 T = TypeVar("T")
 
@@ -102,8 +102,8 @@ def _report(error: Exception) -> None:
     reason = " ".join(str(error).split())[:200]
     if isinstance(error, OSError) and error.filename:
         reason = f"{error.filename}: {reason_of(error)}"
-    if reason not in _told:
-        _told.add(reason)
+    if reason not in _logged:
+        _logged.add(reason)
         fix = "set QARL_CACHE to a directory that you own, on a disk with enough free space"
         _logger.warning("warning: converted models cannot be kept (%s), so each start converts again; %s", reason, fix)
 

@@ -74,7 +74,7 @@ def require_output(path: Path, place: str, folder: bool = False) -> None:
         mode = path.stat().st_mode
     except (FileNotFoundError, NotADirectoryError):
         if path.is_symlink():
-            raise UserError(f"{place}: {path}: is a link to nothing; remove it, or choose another") from None
+            raise UserError(f"{place}: {path}: is a broken link; remove it, or choose another") from None
     except OSError as error:
         raise UserError(f"{place}: {path}: cannot be used: {error.strerror}; choose another") from None
     else:
@@ -112,7 +112,7 @@ def require_kinds(folder: Path, files: Collection[str], folders: Collection[str]
             except FileNotFoundError:
                 if entry.is_symlink():
                     raise UserError(
-                        f"{entry}: is a link to a {what} that is not there; remove it, or choose another {place}"
+                        f"{entry}: is a broken link to a {what}; remove it, or choose another {place}"
                     ) from None
                 continue
             except OSError as error:
@@ -139,7 +139,7 @@ def names_in_out(out: Path, files: Collection[str], folders: Collection[str], wh
         return set()
     names = {entry.name for entry in out.iterdir() if not entry.name.startswith(".")}
     if foreign := names.difference(files, folders):
-        raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not of {what}; choose another directory")
+        raise UserError(f"--out: {out}: holds {min(foreign)!r}, which is not part of {what}; choose another directory")
     require_kinds(out, files, folders, "--out")
     return names
 
@@ -165,7 +165,7 @@ def atomic_write_text(path: Path, text: str) -> None:
 
 
 def write_in_run(path: Path, text: str, place: str = "train.run_dir") -> None:
-    """`atomic_write_text` to a directory of a run, which is created if needed.
+    """Call `atomic_write_text` in a subdirectory of a run directory, which is created if needed.
 
     The run directory itself is not created: a run whose directory was deleted must stop. Raises UserError.
     """
@@ -196,7 +196,7 @@ def write_together(files: Mapping[Path, bytes], place: str) -> None:
     path = Path()
     try:
         with ExitStack() as undo:
-            temporaries = {}
+            temporaries = {}  # path -> complete new file
             for path, data in files.items():
                 for directory in reversed([d for d in (path.parent, *path.parent.parents) if not d.exists()]):
                     directory.mkdir(exist_ok=True)

@@ -65,7 +65,7 @@ def _git_revision(source: Path) -> str | None:
 
 
 def environment_changes(path: Path, now: dict[str, Any]) -> list[str]:
-    """One line for each package, device or thread count that differs from the environment.json at `path`.
+    """Return one line for each package, device or thread count that differs from the environment.json at `path`.
 
     Each difference can prevent bit-identical resumption. Empty if the file is missing or damaged.
     """

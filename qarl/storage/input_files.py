@@ -77,10 +77,10 @@ def input_files(config: Config) -> dict[str, str]:
         config: A checked configuration.
 
     Returns:
-        Configuration key, and the file if the key names a directory, to an identity: `model.path: config.json`,
-        `data.source`, `evaluation.tasks.NAME: data.source`. The identity is the SHA-256 of the file's bytes; of a hub
-        name the commit in the local cache (`unknown` if it is not cached); of a generated task a digest of its first
-        rows, or the version of reasoning-gym.
+        Identity by configuration key, with the file name if the key names a directory: `model.path: config.json`,
+        `data.source`, `evaluation.tasks.NAME: data.source`. The identity of a file is the SHA-256 of its bytes; of a
+        hub name, the commit in the local cache (`unknown` if it is not cached); of a generated task, a digest of its
+        first rows, or the version of reasoning-gym.
 
     Raises:
         UserError: A file cannot be read.

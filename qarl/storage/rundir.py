@@ -228,8 +228,8 @@ def _require_shared(path: Path, ranks: Ranks) -> None:
         while not os.path.exists(token):
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"{path}: is on {here} not the directory that rank 0 writes to on {first}; set train.run_dir to "
-                    "one on a disk that all nodes share"
+                    f"{path}: on {here} this is not the directory that rank 0 writes to on {first}; set train.run_dir "
+                    "to one on a disk that all nodes share"
                 )
             time.sleep(0.05)
 

@@ -61,8 +61,8 @@ class LossScaleState(Record):
 class SavedState(PolicyState):
     """State that a run resumes from.
 
-    loss_scale: None in checkpoints of versions that did not record it. rollouts: see `AsyncEngine.state`; None of a run
-    whose rollouts are not asynchronous.
+    loss_scale: None in checkpoints of versions that did not record it. rollouts: See `AsyncEngine.state`; None if
+    rollouts are not asynchronous.
     """
 
     data: DataPosition
@@ -95,7 +95,7 @@ def started_at(checkpoint: Path | None) -> datetime | None:
 class Inputs(NamedTuple):
     """Inputs of a run, except its prompts.
 
-    digests: SHA-256 by kind and part. files: the values in the base model's configuration files that count, so that an
+    digests: SHA-256 by kind and part. files: Relevant values of the base model's configuration files; with values, an
     error can name the field that changed.
     """
 
@@ -103,16 +103,16 @@ class Inputs(NamedTuple):
     files: ModelFiles
 
     def with_weights(self, digest: str) -> Inputs:
-        """The same with the digest of the base model's weights."""
+        """Return a copy with the digest of the base model's weights."""
         return Inputs(self.digests | {"model": {"weights": digest, **self.digests["model"]}}, self.files)
 
     def with_teacher(self, digest: str) -> Inputs:
-        """The same with the digest of the teacher's tensors."""
+        """Return a copy with the digest of the teacher's tensors."""
         objective = {**self.digests.get("objective", {}), "teacher": digest}
         return Inputs({**self.digests, "objective": objective}, self.files)
 
     def record(self) -> dict[str, Any]:
-        """Both, for `inputs` in environment.json."""
+        """Return `inputs` of environment.json."""
         return {**self.digests, **self.files}
 
 
@@ -120,9 +120,9 @@ S = TypeVar("S", bound=PolicyState)
 
 
 def saved_state(model: type[S], state: dict[str, Any], place: str) -> S:
-    """Validate the state of a run's checkpoint, or the fields of it in `model`. place: the checkpoint, for the message.
+    """Validate the state of a checkpoint, or those of its fields that `model` has. Raises UserError.
 
-    Raises UserError.
+    place: Name of the checkpoint, for the message.
     """
     try:
         return checked(model, state, place)

@@ -52,13 +52,15 @@ def safetensors_chunks(tensors: dict[str, Tensor]) -> Iterator[memoryview | byte
 
 
 class TensorFile:
-    """A new safetensors file whose tensors arrive one at a time, in any order.
+    """A new safetensors file to which tensors are written one at a time, in any order.
 
-    As a context manager, it is closed at the end and made durable unless the block raised or `durable` is False.
+    A context manager: closes the file at the end, after an fsync unless the block raised.
 
     Args:
+        path: A path that does not exist.
         specs: Name to (dtype, shape) of each tensor.
         metadata: Strings for the header.
+        durable: False: without fsync.
 
     Raises:
         OSError: The disk refuses.

@@ -37,7 +37,7 @@ class Kept:
     def fresh(self) -> None:
         """Forget what this process knows, as a new process would."""
         files._digests.clear()
-        module._told.clear()
+        module._logged.clear()
 
 
 @pytest.fixture

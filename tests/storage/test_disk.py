@@ -75,6 +75,6 @@ def test_an_output_that_cannot_be_written_is_one_line_before_the_work(tmp_path, 
 
 def test_a_link_that_leads_to_no_file_is_one_line_before_the_work(tmp_path):
     (tmp_path / "a").symlink_to("nowhere")
-    said = r"/a: is a link to a file that is not there; remove it, or choose another --out$"
+    said = r"/a: is a broken link to a file; remove it, or choose another --out$"
     with pytest.raises(UserError, match=said):
         require_kinds(tmp_path, ["a"], [], "--out")
