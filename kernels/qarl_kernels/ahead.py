@@ -18,14 +18,14 @@ from qarl_kernels.launch import Launch, recording
 
 
 class _Compilations(list[Launch]):
-    """For `recording`: starts to compile each launch and keeps none, so that the memory of its tensors is freed.
+    """List for `recording` that compiles each launch instead of keeping it, so that the memory of its tensors is freed.
 
-    Triton compiles launches of one kind once.
+    Triton compiles equal launches only once.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: dict[int, Any] = {}  # by id; kernels, or futures of kernels
+        self.started: dict[int, Any] = {}  # kernels, or futures of kernels, by their id
 
     def append(self, launch: Launch) -> None:
         started = launch.kernel.warmup(grid=launch.grid, **launch.arguments, **launch.options)

@@ -30,7 +30,8 @@ class QueryTiles:
         rows: (n, t) int64, row of each query in the packed batch; negative for padding.
         positions: (n, t) int64, position of each query in its sequence; 0 for padding.
         pages: (n, p) int64, pages of the sequence in order; entries past its end may be any valid page.
-        real: (m,) int64, which of the n * t queries are not padding; None: looked up, which synchronizes with a GPU.
+        real: (m,) int64, indices of the n * t queries that are not padding. None: computed when needed, which
+            synchronizes with a GPU.
     """
 
     rows: Tensor
@@ -45,7 +46,10 @@ class QueryTiles:
 
 @cache
 def decode_rows(rep: int, head_dim: int, threads: int) -> int:
-    """Return the fewest rows of a decode tile (one token, `rep` query heads) that give a prefill tile's bits here."""
+    """Return the fewest rows at which a decode tile (one token, `rep` query heads) has a prefill tile's bits.
+
+    Measured on this machine, because it depends on the BLAS. threads: Part of the cache key.
+    """
     del threads
     generator = torch.Generator().manual_seed(rep * 1009 + head_dim)
     full = TILE * rep
@@ -69,7 +73,7 @@ def paged_attention(
     Args:
         q: (T, H, D) bf16, fp16 or float32.
         k_cache, v_cache: (P, H_kv, PAGE, D), H a multiple of H_kv; of q's dtype, or its values in float32.
-        tiles: Tiles that contain each of the T rows once.
+        tiles: Tiles that together contain each of the T rows once.
         scale: Factor of the scores.
         window: Number of last tokens that a query sees; None: all.
 

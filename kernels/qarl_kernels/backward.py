@@ -79,10 +79,12 @@ SumOf: TypeAlias = Callable[[Tensor], Tensor | None]
 """Returns the float32 buffer to which the gradient of a master is added; None: leave it to autograd."""
 
 
-def weight_sum(master: Tensor | None, sum_of: SumOf | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """Return the buffer to which the gradient of the weight (V, H) is added, and the gradient to return to autograd.
+def weight_grad_buffer(
+    master: Tensor | None, sum_of: SumOf | None, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the buffer to which the gradient of the weight (V, H) is added, and what to return to autograd.
 
-    The latter is None if the buffer comes from `sum_of`.
+    The second is the buffer itself, or None if the buffer comes from `sum_of`.
     """
     if master is None or not master.requires_grad:
         return None, None

@@ -105,7 +105,7 @@ def gathered_rows(rows, k, K, BLOCK_K: tl.constexpr):
 def int4_rows(tiled, rn, K, meta_n):
     """Return pointers (BLOCK_N, 16) to the first words of rows rn of a tiled int4 weight, and rn clamped to its rows.
 
-    tiled: (N / 16, K / 128, 16, 16) i32; meta_n: rows it holds, a multiple of 16. The next block is 256 words on.
+    tiled: (N / 16, K / 128, 16, 16) i32; meta_n: its rows, a multiple of 16. The next block of a row is 256 words on.
     """
     row = tl.minimum(rn, meta_n - 1)
     first = (row // 16).to(tl.int64) * tl.cdiv(K, 128) * 256 + (row % 16) * 16
@@ -174,7 +174,10 @@ def dot_of_parts(a, b, acc):
 
 @triton.jit
 def dot_of_rows(a, b, acc, SWAP: tl.constexpr):
-    """acc + a @ b^T, (BLOCK_M, BLOCK_N); with SWAP its transpose, acc + b @ a^T. a (BLOCK_M, K), b (BLOCK_N, K)."""
+    """Return acc + a @ b^T (BLOCK_M, BLOCK_N); with SWAP, acc + b @ a^T (BLOCK_N, BLOCK_M).
+
+    a: (BLOCK_M, K); b: (BLOCK_N, K).
+    """
     if SWAP:
         acc = dot(b, a.T, acc)
     else:

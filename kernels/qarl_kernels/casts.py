@@ -1,8 +1,8 @@
 """Conversions between float32 and the stored float types, bit-identical on a GPU and in Triton's interpreter.
 
-GPUs convert by instructions, but before Hopper, Triton 3.6 converts to e4m3 through a truncated fp16. The interpreter
-(Triton 3.9) rounds bf16 and e4m3 ties away from zero and loses bf16 subnormals and the NaN of e4m3, so there integer
-arithmetic makes the same numbers.
+GPUs have instructions for this, but before Hopper, Triton 3.6 converts to e4m3 through a truncated fp16. The
+interpreter (Triton 3.9) rounds bf16 and e4m3 ties away from zero and loses bf16 subnormals and the NaN of e4m3, so
+there integer arithmetic computes the results.
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ def round_pairs(low, high):
 def _instructions(apart: str, kind: str, mask: str, factor: str) -> str:
     """PTX that widens the four e4m3 of register $2 to two 16-bit values each in $0 and $1.
 
-    apart: instructions that leave the signs in `low_sign` and `high_sign`, and exponent and mantissa in `low` and
-    `high`, at their place in `kind`, among other bits. mask: selects exponent and mantissa. factor: 2 to the difference
-    of the exponent biases, twice.
+    apart: Instructions that move the signs to `low_sign` and `high_sign`, and exponents and mantissas to `low` and
+    `high`, into their bit positions in `kind`. mask: Clears the other bits of `low` and `high`. factor: 2 to the
+    difference of the exponent biases, twice.
     """
     return f"""{{
         .reg .b32 low, high, low_sign, high_sign, factor, zero;
@@ -123,7 +123,7 @@ def _instructions(apart: str, kind: str, mask: str, factor: str) -> str:
 
 
 def _of_pairs(down: int, kind: str, mask: str, factor: str) -> str:
-    """down: distance in bits from a code's place in the upper byte to its place in the result."""
+    """PTX for `widen_pairs`. down: Bits between a code's place in the upper byte and its place in the result."""
     apart = f"""shl.b32 low_sign, $2, 8;
         shl.b32 low, $2, {8 - down};
         shr.b32 high, $2, {down};

@@ -113,8 +113,9 @@ def dequantize_int4(
     """Dequantize packed int4 codes to `dtype` [N, K].
 
     Args:
-        packed: int32 [N, ceil(K / 8)], contiguous like all of them.
-        scale: bf16, fp16 or fp32 [N, groups]. Groups of a row are equally long; several are multiples of 8 long.
+        packed: int32 [N, ceil(K / 8)]. All tensors are contiguous.
+        scale: bf16, fp16 or fp32 [N, groups]. Groups of a row are equally long; if there are several, their length is a
+            multiple of 8.
         zero_point: int32 [ceil(N / 8), groups], or None if symmetric.
         in_features: K.
         dtype: bfloat16, float16 or float32.
@@ -157,8 +158,8 @@ def dequantize_int4(
 def dequantize_bytes(codes: Tensor, scale: Tensor, dtype: torch.dtype, in_blocks: bool = False) -> Tensor:
     """Dequantize int8 or float8_e4m3fn codes [N, K] to `dtype` [N, K].
 
-    scale: bf16, fp16 or fp32 [N, 1], or if in_blocks (e4m3 only) one per 128 x 128 block; contiguous as codes are.
-    Raises ValueError if dtypes or shapes do not fit each other.
+    scale: bf16, fp16 or fp32 [N, 1], or one per 128 x 128 block if `in_blocks` (e4m3 only). Both tensors are
+    contiguous. Raises ValueError if dtypes or shapes do not fit each other.
     """
     block = FP8_BLOCK if in_blocks else 0
     n, k = codes.shape

@@ -23,7 +23,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from qarl_kernels.backward import SumOf, output_grad, weight_sum
+from qarl_kernels.backward import SumOf, output_grad, weight_grad_buffer
 from qarl_kernels.logprob import logits_of
 
 Kind = Literal["forward_kl", "reverse_kl", "jsd"]
@@ -31,9 +31,13 @@ Kind = Literal["forward_kl", "reverse_kl", "jsd"]
 
 @dataclass(frozen=True)
 class Divergence:
-    """Which divergence. beta: weight of the teacher in the mixture of `jsd`.
+    """Kind and parameters of a divergence.
 
-    top_k: compare with the teacher's k most probable tokens, renormalized (`forward_kl` only); 0: with all.
+    Attributes:
+        kind: See the module's docstring.
+        beta: Weight of the teacher in the mixture of `jsd`.
+        temperature: Divisor of both models' logits.
+        top_k: Compare with the teacher's k most probable tokens only, renormalized (`forward_kl` only). 0: with all.
     """
 
     kind: Kind = "forward_kl"
@@ -97,7 +101,7 @@ class _TokenDivergence(torch.autograd.Function):
     def backward(ctx, grad, _):
         hidden, weight, states, head = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
+        into, returned = weight_grad_buffer(ctx.master, ctx.sum_of, weight)
         wide = weight if weight.dtype == torch.bfloat16 else weight.float()
         for start in range(0, hidden.shape[0], ctx.chunk):
             part = slice(start, start + ctx.chunk)
@@ -123,7 +127,7 @@ def token_divergence(
 
     Args:
         hidden: (R, H) bf16, fp16 or float32, the student's last hidden states.
-        master: (V, H) float32 parameter that receives the student's output layer's gradient, or None.
+        master: (V, H) float32 parameter that receives the gradient of the student's output layer, or None.
         weight: (V, H), values of the student's output layer; see `qarl_kernels.logprob.logits_of` for its dtype.
         states: (R, H') the teacher's last hidden states at the same positions.
         head: (V, H') the teacher's output layer, with the same vocabulary.

@@ -17,8 +17,9 @@ from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
 
 TILE = 2048  # vocabulary entries per program
-# Truncated tokens keep exp(-50) = 1.9e-22 of the top token's probability and must never be drawn. No other token is
-# below this threshold: half a million such tokens weigh less than the step of a uniform float64.
+# Truncated tokens keep exp(-50) = 1.9e-22 of the top token's probability and must never be drawn. Other tokens below
+# this threshold are not drawn either, which is no loss: half a million of them weigh less than one step of a uniform
+# float64.
 LEAST = tl.constexpr(2.5e-22)
 
 BLOCK = 1024  # Philox calls of four values each, per program

@@ -8,21 +8,15 @@ import triton.language as tl
 from qarl_kernels.activation import FP8_MAX
 from qarl_kernels.blocks import product_tile, split_columns, tile_of
 from qarl_kernels.casts import narrow_e4m3, widen
+from qarl_kernels.quantize_kernels import magnitude_bits
 
-_MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 _FP8_MAX = tl.constexpr(FP8_MAX)
 _MIN_STEP = tl.constexpr(2.0**-120)  # has a finite reciprocal; far below the limit for activations: gradients are small
 
 
 @triton.jit
-def _bits(x):
-    """Return magnitudes as integers, which order like the floats, with NaN above infinity."""
-    return x.to(tl.int32, bitcast=True) & _MAGNITUDE
-
-
-@triton.jit
 def _step(bits):
-    """Return the scale of values whose largest magnitude has these bits; not finite if they are not."""
+    """Return the scale of values whose largest magnitude has these bits; not finite if that magnitude is not."""
     absmax = bits.to(tl.float32, bitcast=True)
     step = tl.div_rn(absmax, tl.full(bits.shape, _FP8_MAX, tl.float32))
     return tl.maximum(step, _MIN_STEP, propagate_nan=tl.PropagateNan.ALL)
@@ -51,11 +45,11 @@ def extents_kernel(
         r = tl.program_id(1) * STRIP + start + tl.arange(0, BLOCK_R)
         inside = (r < rows)[:, None] & (c < columns)[None, :]
         value = widen(tl.load(x + r.to(tl.int64)[:, None] * stride + c[None, :], mask=inside, other=0.0))
-        largest = tl.maximum(largest, _bits(value))
+        largest = tl.maximum(largest, magnitude_bits(value))
         if ROW:
             if FACTOR:
                 value = value * multiplier
-            tl.atomic_max(row_bits + r, tl.max(_bits(value), axis=1), mask=r < rows, sem="relaxed")
+            tl.atomic_max(row_bits + r, tl.max(magnitude_bits(value), axis=1), mask=r < rows, sem="relaxed")
     tl.atomic_max(column_bits + c, tl.max(largest, axis=0), mask=c < columns, sem="relaxed")
 
 

@@ -23,9 +23,9 @@ from qarl_kernels.tuning import Tile, lookup
 
 @triton.jit
 def _scaled_block(a, b, s_a, s_b, none, SWAP: tl.constexpr):
-    """a (BLOCK_M, 128) @ b (BLOCK_N, 128)^T, summed from the zeros `none`, times s_a (BLOCK_M,) * s_b, a scalar.
+    """Return a @ b^T * s_a * s_b (BLOCK_M, BLOCK_N), with SWAP its transpose.
 
-    Returns (BLOCK_M, BLOCK_N), with SWAP its transpose.
+    a: (BLOCK_M, 128); b: (BLOCK_N, 128); s_a: (BLOCK_M,); s_b: a scalar; none: zeros of the result's shape.
     """
     product = dot_of_rows(a, b, none, SWAP)
     if SWAP:

@@ -17,7 +17,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.quantize_kernels import _of_group
+from qarl_kernels.quantize_kernels import repeat_each
 from qarl_kernels.rows import (
     VECTOR,
     Activation,
@@ -109,7 +109,7 @@ def _norm_kernel(
     root = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(tl.div_rn(total, width) + eps))
     at = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     tl.store(inverse + at, root, at < rows)
-    root = _of_group(root, VECTORS)
+    root = repeat_each(root, VECTORS)
     weights = load_chunks(weight, exists, column, columns, CHUNKS, STEP, RAGGED)
     results = ()
     for c in tl.static_range(CHUNKS):
@@ -263,7 +263,7 @@ def _norm_backward_kernel(
             products += (widen(grads[c]) * widen(weights[c])) * (widen(values[c]) * root)
         total = row_sum(products, ROWS, VECTORS)
         mean = tl.div_rn(total, tl.full(total.shape, columns, tl.float32))
-        mean = _of_group(mean, VECTORS)[:, None]
+        mean = repeat_each(mean, VECTORS)[:, None]
         results, added = (), ()
         for c in tl.static_range(CHUNKS):
             normal = widen(values[c]) * root

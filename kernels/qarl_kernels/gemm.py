@@ -135,11 +135,12 @@ def dense(
     """y = x @ weight^T + bias, FP32 accumulation, one rounding; a row's bits do not depend on the other rows.
 
     Args:
-        x: (M, K) bf16 or fp16, any row stride. With groups one row per sorted pair; if gathered (T, K), one per token.
-        weight: (N, K) of x's dtype; with groups that of all experts, concatenated, and N counts one expert.
+        x: (M, K) bf16 or fp16, arbitrary row stride. With groups one row per sorted pair, or (T, K) if `gathered`.
+        weight: (N, K) of x's dtype. With groups, the concatenated weights of all experts; N counts one expert.
         bias: (N,), or None. Grouped products have none.
         out_dtype: Dtype of the result. Default: x's dtype.
-        groups: Rows belong to experts.
+        groups: The rows of each expert, for a mixture. None: a dense product.
+        gathered: With groups, whether x has one row per token, which the product gathers.
         tile: For tests and tuning; changes no bit. Default: the tuned one.
 
     Returns:
@@ -198,7 +199,7 @@ def multiply(
     gathered: bool,
     tile: Tile | None,
 ) -> Tensor:
-    """Multiply with `gemm_kernel`, for any of its families in `tuning.FAMILIES`. Operands as in `run`."""
+    """Multiply with `gemm_kernel`. family: One of `tuning.FAMILIES` that it serves. Operands as in `run`."""
     m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
     k = x.shape[1]
     if weight.shape[1] != k:
@@ -233,7 +234,7 @@ def loads_vectors(x: Tensor) -> bool:
 
 
 def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = x @ weight^T by the kernel itself, which `library` compares cuBLAS with."""
+    """out = x @ weight^T by `gemm_kernel`; `library` compares cuBLAS with it."""
     n, k = weight.shape
     run(x, weight, None, None, None, out, lookup("dense", n, k, x.shape[0], x, library=False))
 
@@ -257,10 +258,10 @@ def run(
     (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:
         return
-    tile, tma_x, tma_w = _operands_by(x, weight, tile, groups, gathered, transposed)
+    tile, tma_x, tma_w = _tile_and_tma(x, weight, tile, groups, gathered, transposed)
     swap = tile.way == "w_first"
-    # A float32 tile that is staged for the accelerator, or held while the next one loads, does not fit beside the
-    # stages. A tile of an expert's last rows would write the next one's.
+    # A float32 tile that is staged for TMA, or kept while the next one loads, does not fit into shared memory beside
+    # the pipeline stages. With groups, TMA stores of an expert's last tile would overwrite the next expert's rows.
     narrow_out = out.element_size() == 2
     tma_out = tma_x and tma_w and groups is None and not swap and narrow_out and supports_tma(out)
     halves = tma_out and tile.halves
@@ -301,15 +302,15 @@ def run(
     )
 
 
-def _operands_by(
+def _tile_and_tma(
     x: Tensor, weight: Tensor, tile: Tile, groups: Groups | None, gathered: bool, transposed: bool
 ) -> tuple[Tile, bool, bool]:
-    """(tile, whether x and weight come through the tensor memory accelerator)."""
+    """Return the tile, and whether TMA loads x and the weight."""
     if groups is None:
         tma = supports_tma(x) and supports_tma(weight)
         return (POINTERS if not tma and capability_of(x) >= (9, 0) else tile), tma, tma
     tma_x = not gathered and supports_tma(x)
-    # In a gradient the next expert's rows would be summed; pointers mask them.
+    # A transposed weight is summed over its rows; a block may reach into the next expert's, which pointer loads mask.
     tma_w = supports_tma(weight) and not (transposed and x.shape[1] % tile.block_k)
     if (tma_x or loads_vectors(x)) and (tma_w or loads_vectors(weight)):
         return tile, tma_x, tma_w

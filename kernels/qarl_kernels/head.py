@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qarl_kernels.backward import weight_grad, weight_sum
+from qarl_kernels.backward import weight_grad, weight_grad_buffer
 from qarl_kernels.gemm import POINTERS
 from qarl_kernels.head_kernels import gradient_kernel, merge_kernel, statistics_kernel
 from qarl_kernels.integers import cdiv
@@ -328,7 +328,7 @@ class FusedTokenLogProbs(torch.autograd.Function):
         if grad is None and grad_entropy is None:
             return (None,) * 7
         hidden, weight, targets, *found = ctx.saved_tensors
-        into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
+        into, returned = weight_grad_buffer(ctx.master, ctx.sum_of, weight)
         of_logp, of_entropy = (None if g is None else (g / ctx.divisor).contiguous() for g in (grad, grad_entropy))
         grad_hidden = gradients(hidden, weight, targets, ctx.logits, Statistics(*found), of_logp, of_entropy, into)
         return grad_hidden, returned, None, None, None, None, None

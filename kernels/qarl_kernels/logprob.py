@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qarl_kernels import invariant
-from qarl_kernels.backward import SumOf, output_grad, weight_sum
+from qarl_kernels.backward import SumOf, output_grad, weight_grad_buffer
 from qarl_kernels.truncation import CUT_LOGIT_GAP, Distribution, KeptSets, Recording, Replay, Truncation, normalized
 
 
@@ -132,7 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
             return (None,) * 9
         hidden, weight, targets = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden)
-        into, returned = weight_sum(ctx.master, ctx.sum_of, weight)
+        into, returned = weight_grad_buffer(ctx.master, ctx.sum_of, weight)
         # On the CPU chunks are summed separately first, which gives the bits of autograd's accumulation.
         grad_weight = into
         if into is not None and into is not returned and hidden.device.type == "cpu":

@@ -3,7 +3,7 @@
 A weight is code * scale / global scale: an e2m1 code, one e4m3 scale per 16 input features, one float32 divisor per
 tensor. code * scale has at most six significant bits between 2^-10 and 2688, so bf16 and fp16 hold it exactly. The
 product multiplies these exact values, sums in float32 and divides by the global scale once, at the end, as vLLM's
-Marlin kernel does: no weight is rounded. (Except that Marlin treats e4m3 scales below 2^-6, of at most 448, as 0.)
+Marlin kernel does: no weight is rounded. (One difference: Marlin treats e4m3 scales below 2^-6 as 0.)
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from qarl_kernels.dequantize import check_stored
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
 from qarl_kernels.nvfp4 import GROUP
-from qarl_kernels.quantize_kernels import _largest_and_count, _load_eight, _of_group
+from qarl_kernels.quantize_kernels import largest_and_count, load_eight, repeat_each
 
 _ZERO_SCALE = tl.constexpr(0x20)  # 0.125 in e4m3
 WORDS = 256  # per program, one in each thread
@@ -93,9 +93,9 @@ def quantize_kernel(
     inside = word < total
     column = word % words * 8
     start = weight + word // words * stride + column
-    left, right = _load_eight(start, inside[:, None], column, columns, False)
-    largest = tl.reshape(_largest_and_count(left, right, bad), [WORDS // 2, 2])
-    absmax = _of_group(tl.max(largest, axis=1), 2).to(tl.float32, bitcast=True)
+    left, right = load_eight(start, inside[:, None], column, columns, False)
+    largest = tl.reshape(largest_and_count(left, right, bad), [WORDS // 2, 2])
+    absmax = repeat_each(tl.max(largest, axis=1), 2).to(tl.float32, bitcast=True)
     divisor = tl.load(global_scale)
     exact = tl.div_rn(absmax, tl.full([WORDS], 6.0, tl.float32)) * divisor
     byte = _e4m3_byte(tl.minimum(exact, 448.0))

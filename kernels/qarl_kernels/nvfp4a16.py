@@ -1,8 +1,8 @@
 """y = (x @ (codes * scale)^T) / global scale: NVFP4 weights, 16-bit activations, FP32 sums; dense or per expert.
 
-Three ways to the same bits, with the kernels and the tiled form of `qarl_kernels.w4a16`: plane j of a tile, nibble j of
-its words, holds 16 neighbouring features, which are a group with one scale. The `dequantized` way makes a matrix of
-codes * scale. Shapes that no table has take the defaults of w4a16.
+There are three ways to the same bits, with the kernels and the tiled form of `qarl_kernels.w4a16`. Plane j of a tile
+(nibble j of its words) holds 16 adjacent features, which are a group with one scale. The `dequantized` way first
+computes the matrix codes * scale. Untuned shapes use the default tiles of w4a16.
 
 A weight is multiplied as code * scale, which 16 bits hold exactly, so nothing is rounded before the tensor core. The
 FP32 sum is multiplied by fl(1 / global scale), bias is added, and the result is rounded once. K is never split.
@@ -25,7 +25,7 @@ from qarl_kernels.tuning import Tile
 
 @torch.no_grad()
 def tile_nvfp4(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """A weight in the order in which the fused kernels read it.
+    """Rearrange a weight into the order in which the fused kernels read it.
 
     Args:
         packed: uint8 [N, K / 2], contiguous, as stored.
@@ -48,7 +48,7 @@ def tile_nvfp4(packed: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def untile_nvfp4(tiled: Tensor, out_features: int, in_features: int) -> Tensor:
-    """`weight_packed`, uint8 [N, K / 2], of a weight that `tile_nvfp4` has put in order."""
+    """Undo `tile_nvfp4`: return `weight_packed`, uint8 [N, K / 2]."""
     return untile_int4(tiled, out_features, in_features).view(torch.uint8)
 
 

@@ -1,7 +1,7 @@
 """4-bit weights in registers: words of the tiled form (`qarl_kernels.tile`) to eight planes of 16-bit values.
 
-Plane j of a block holds nibble j of each word, which are 16 neighbouring input features. Inline PTX makes all eight
-planes of two words at once; the same in plain Triton is its meaning, which the interpreter runs.
+Plane j of a block holds nibble j of each word, which are 16 adjacent input features. Inline PTX computes all eight
+planes of two words at once. A version in plain Triton defines the results, and runs in the interpreter.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _int4_asm(scales: int, half: bool) -> tuple[str, str]:
     return "{\n" + "\n".join(lines) + "\n}", ",".join(["=r"] * 8 + ["r"] * (2 + 2 * scales))
 
 
-# By the number of groups, 1, 2 or 4, divided by 2.
+# Index: number of groups (1, 2 or 4) // 2.
 _INT4_BF16 = tl.constexpr(tuple(_int4_asm(groups, half=False)[0] for groups in (1, 2, 4)))
 _INT4_FP16 = tl.constexpr(tuple(_int4_asm(groups, half=True)[0] for groups in (1, 2, 4)))
 _INT4_ARGS = tl.constexpr(tuple(_int4_asm(groups, half=True)[1] for groups in (1, 2, 4)))
@@ -55,7 +55,7 @@ def _scale_and_offset(meta, dtype: tl.constexpr, shape: tl.constexpr):
 
 @triton.jit
 def _int4_plane(words, j: tl.constexpr, scale, offset, BASE: tl.constexpr):
-    """The meaning of the assembly, one plane: ((BASE + nibble) + offset) * scale, rounded once."""
+    """One plane as the assembly computes it: ((BASE + nibble) + offset) * scale, rounded once."""
     value = ((words >> (4 * j)) & 0xF).to(tl.float32) + (offset.to(tl.float32) + BASE)
     return narrow(value * scale.to(tl.float32), scale.dtype)
 
@@ -126,9 +126,9 @@ _NVFP4_ARGS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
 
 @triton.jit
 def _nvfp4_plane(words, j: tl.constexpr, scales, DTYPE: tl.constexpr):
-    """The meaning of the assembly, one plane: code * scale, exact in DTYPE. scales: words of four scales (BLOCK_N, 1).
+    """One plane as the assembly computes it: code * scale, exact in DTYPE. scales: words of four scales (BLOCK_N, 1).
 
-    The bits of code and scale make halves of them times 2^-14 and 2^-8.
+    Read as fp16, the shifted bits are code * 2^-14 and scale * 2^-8; 4194304 = 2^22 undoes both.
     """
     nibble = words >> (4 * j)
     code = (((nibble & 8) << 12) | ((nibble & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)
@@ -140,8 +140,8 @@ def _nvfp4_plane(words, j: tl.constexpr, scales, DTYPE: tl.constexpr):
 def nvfp4_planes(words, scales, width, DTYPE: tl.constexpr):
     """Eight planes (BLOCK_N, 16) of code * scale, plane j holding features 16 j .. 16 j + 15 of the block.
 
-    words: int32 (BLOCK_N, 16). scales: pointers (BLOCK_N,) to the words of the block's first four scales; the other
-    four are `width` on.
+    words: int32 (BLOCK_N, 16). scales: pointers (BLOCK_N,) to the words of the block's first four scales; the words of
+    the other four are `width` words later.
     """
     first = tl.load(scales)[:, None]
     last = tl.load(scales + width)[:, None]
@@ -163,7 +163,7 @@ def nvfp4_planes(words, scales, width, DTYPE: tl.constexpr):
 
 @triton.jit
 def four_planes(planes, first: tl.constexpr):
-    """Planes of 16 features (BLOCK_N, 16), four from `first` on, side by side, (BLOCK_N, 64)."""
+    """Concatenate planes `first` to `first` + 3, (BLOCK_N, 16) each, to (BLOCK_N, 64)."""
     # (BLOCK_N, 16, 2, 2): the last axes are the bits of a plane's number
     q = tl.join(tl.join(planes[first], planes[first + 2]), tl.join(planes[first + 1], planes[first + 3]))
     return q.permute(0, 2, 3, 1).reshape(q.shape[0], 64)
@@ -171,7 +171,7 @@ def four_planes(planes, first: tl.constexpr):
 
 @triton.jit
 def eight_planes(planes):
-    """Like `four_planes`, (BLOCK_N, 128)."""
+    """Concatenate all eight planes to (BLOCK_N, 128)."""
     even = tl.join(tl.join(planes[0], planes[4]), tl.join(planes[2], planes[6]))
     odd = tl.join(tl.join(planes[1], planes[5]), tl.join(planes[3], planes[7]))
     return tl.join(even, odd).permute(0, 2, 3, 4, 1).reshape(even.shape[0], 128)

@@ -27,13 +27,13 @@ def _stored_scale(exact, dtype: tl.constexpr, LARGEST: tl.constexpr, EPS: tl.con
 
 
 @triton.jit
-def _bits(x):
-    """Magnitudes as integers, in the order of the floats, NaN above infinity."""
+def magnitude_bits(x):
+    """Return the bits of |x| as integers: they order like the floats, with NaN above infinity."""
     return x.to(tl.int32, bitcast=True) & _MAGNITUDE
 
 
 @triton.jit
-def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
+def load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
     """Eight values from each pointer of `start` (T,) as two halves (T, 4); 0 outside `inside` (T, 1) and the row."""
     four = tl.arange(0, 4)[None, :]
     keep_left, keep_right = inside, inside
@@ -46,9 +46,9 @@ def _load_eight(start, inside, column, columns, RAGGED: tl.constexpr):
 
 
 @triton.jit
-def _largest_and_count(left, right, bad):
+def largest_and_count(left, right, bad):
     """Bits of the largest of eight magnitudes, (T,); counts NaN and infinite values in `bad`."""
-    left_bits, right_bits = _bits(left), _bits(right)
+    left_bits, right_bits = magnitude_bits(left), magnitude_bits(right)
     largest = tl.max(tl.maximum(left_bits, right_bits), axis=1)
     count = tl.sum((left_bits >= _INFINITY).to(tl.int32) + (right_bits >= _INFINITY).to(tl.int32), axis=1)
     tl.atomic_add(bad + tl.zeros_like(count), count, mask=largest >= _INFINITY, sem="relaxed")
@@ -67,9 +67,9 @@ def _byte(x, scale, dtype: tl.constexpr):
 
 
 @triton.jit
-def _of_group(x, WORDS: tl.constexpr):
-    """One value per group -> the same value for each of its words."""
-    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], WORDS]), [x.shape[0] * WORDS])
+def repeat_each(x, TIMES: tl.constexpr):
+    """Repeat each element of x (G,) TIMES times: (G * TIMES,)."""
+    return tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], TIMES]), [x.shape[0] * TIMES])
 
 
 @triton.jit
@@ -114,17 +114,17 @@ def int4_kernel(
     word = group * WORDS + t % WORDS
     inside = (row < rows) & (word < words)
     first = inside & (t % WORDS == 0)
-    left, right = _load_eight(weight + row * stride + word * 8, inside[:, None], word * 8, columns, RAGGED)
-    largest = _largest_and_count(left, right, bad)
+    left, right = load_eight(weight + row * stride + word * 8, inside[:, None], word * 8, columns, RAGGED)
+    largest = largest_and_count(left, right, bad)
     if SYMMETRIC:
-        absmax = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
+        absmax = repeat_each(tl.max(tl.reshape(largest, [ROWS * GROUPS, WORDS]), axis=1), WORDS)
         exact = tl.div_rn(absmax.to(tl.float32, bitcast=True), tl.full(t.shape, DIVISOR, tl.float32))
         zero = tl.zeros_like(exact)
     else:
         low = tl.min(tl.minimum(left, right), axis=1)
         high = tl.max(tl.maximum(left, right), axis=1)
-        low = tl.minimum(_of_group(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
-        high = tl.maximum(_of_group(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        low = tl.minimum(repeat_each(tl.min(tl.reshape(low, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
+        high = tl.maximum(repeat_each(tl.max(tl.reshape(high, [ROWS * GROUPS, WORDS]), axis=1), WORDS), 0.0)
         exact = tl.div_rn(high - low, tl.full(t.shape, HIGHEST - LOWEST, tl.float32))
         zero = LOWEST - tl.div_rn(low, exact)
         # A group of zeros has a zero point of 0 / 0. Minimum and maximum would drop the NaN, so it is replaced first.
@@ -166,8 +166,8 @@ def byte_kernel(
     row = (tl.program_id(0) // across * ROWS + t // EIGHTS).to(tl.int64)
     first = (tl.program_id(0) % across * EIGHTS + t % EIGHTS) * 8
     inside = ((row < rows) & (first < columns))[:, None]
-    left, right = _load_eight(weight + row * stride + first, inside, first, columns, RAGGED)
-    largest = _largest_and_count(left, right, bad)
+    left, right = load_eight(weight + row * stride + first, inside, first, columns, RAGGED)
+    largest = largest_and_count(left, right, bad)
     absmax = (tl.zeros([1, 1], tl.int32) + tl.max(largest, axis=0)).to(tl.float32, bitcast=True)
     divisor: tl.constexpr = 127.5 if codes.dtype.element_ty == tl.int8 else _FP8_MAX
     exact = tl.div_rn(absmax, tl.full([1, 1], divisor, tl.float32))
@@ -184,7 +184,7 @@ def byte_kernel(
 
 @triton.jit
 def activation_step(absmax, dtype: tl.constexpr):
-    """(scale, factor) of each absmax; `activation_code` multiplies by the factor for int8, else divides by it."""
+    """Return (scale, factor) of each absmax; `activation_code` multiplies int8 by the factor, and divides FP8 by it."""
     if dtype == tl.int8:
         limit = tl.full(absmax.shape, _INT8_MAX, tl.float32)
         step = tl.div_rn(absmax, limit)
@@ -236,8 +236,8 @@ def activation_kernel(
     if RAGGED:
         keep = keep & (first[:, None] + lane < columns)
     value = widen(tl.load((x + row * stride + first)[:, None] + lane, mask=keep, other=0.0))
-    largest = tl.max(_bits(value), axis=1)
-    largest = _of_group(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
+    largest = tl.max(magnitude_bits(value), axis=1)
+    largest = repeat_each(tl.max(tl.reshape(largest, [ROWS * GROUPS, VECTORS]), axis=1), VECTORS)
     absmax = largest.to(tl.float32, bitcast=True)
     dtype: tl.constexpr = codes.dtype.element_ty
     step, factor = activation_step(absmax, dtype)

@@ -26,6 +26,7 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def epilogue(acc: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return acc (M, N) float32 plus bias (N,), rounded once to `dtype`."""
     return (acc if bias is None else acc + bias.float()).to(dtype)
 
 
@@ -33,8 +34,7 @@ def dense(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """y = x @ weight^T + bias: operands of x's dtype, FP32 accumulation, one rounding to x's dtype.
 
     x: (M, K) bf16/fp16/fp32; weight: (N, K), values of x's dtype held in float32 on the CPU, in x's dtype on a GPU;
-    bias: (N,) or None. Serves unquantized layers, and W4A16 with weight = (codes - zero) * scale rounded to x's dtype
-    (formulas: W4A16, bf16 operands).
+    bias: (N,) or None. Serves unquantized layers, and W4A16 with weight = (codes - zero) * scale rounded to x's dtype.
     """
     if x.device.type == "cpu":
         return epilogue(invariant.matmul(x.float(), weight), bias, x.dtype)

@@ -26,7 +26,7 @@ from qarl_kernels.casts import narrow, round_e4m3, round_pairs, widen
 from qarl_kernels.flash.pairs import in_pairs
 from qarl_kernels.integers import cdiv, next_power_of_2
 from qarl_kernels.launch import launch
-from qarl_kernels.quantize_kernels import _of_group
+from qarl_kernels.quantize_kernels import repeat_each
 from qarl_kernels.rows import VECTOR, check_rows, inside, row_sum
 
 HEADS, WARPS = 4, 4  # per program
@@ -36,7 +36,7 @@ _VECTOR = tl.constexpr(VECTOR)
 
 
 class Rotation(NamedTuple):
-    """How queries, keys and values come out of a product (T, (heads + 2 * kv_heads) * D), in this order.
+    """How to turn the output of qkv_proj, (T, (heads + 2 * kv_heads) * D), into queries, keys and values.
 
     Attributes:
         heads, kv_heads: Numbers of heads.
@@ -123,7 +123,7 @@ def inverse_norm(first, second, eps, HALF: tl.constexpr, TOKENS: tl.constexpr, V
     total = row_sum(widen(first) * widen(first) + widen(second) * widen(second), TOKENS, VECTORS)
     mean = tl.div_rn(total, tl.full(total.shape, 2 * HALF, tl.float32))
     inverse = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.sqrt_rn(mean + eps))
-    return _of_group(inverse, VECTORS)[:, None]
+    return repeat_each(inverse, VECTORS)[:, None]
 
 
 @triton.jit

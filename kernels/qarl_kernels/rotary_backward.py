@@ -10,7 +10,7 @@ from torch import Tensor
 from qarl_kernels.casts import narrow, widen
 from qarl_kernels.integers import cdiv
 from qarl_kernels.launch import launch
-from qarl_kernels.quantize_kernels import _of_group
+from qarl_kernels.quantize_kernels import repeat_each
 from qarl_kernels.rotary import (
     HEADS,
     WARPS,
@@ -64,7 +64,7 @@ def _backward_heads(
                 grad_right *= widen(weights[1])
                 total = row_sum(grad_left * first + grad_right * second, TOKENS, VECTORS)
                 mean = tl.div_rn(total, tl.full(total.shape, 2 * HALF, tl.float32))
-                mean = _of_group(mean, VECTORS)[:, None]
+                mean = repeat_each(mean, VECTORS)[:, None]
                 grad_left = (grad_left - first * mean) * inverse
                 grad_right = (grad_right - second * mean) * inverse
             to = into + token * stride_into + at

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from qarl_kernels.casts import widen
 from qarl_kernels.integers import cdiv
-from qarl_kernels.quantize_kernels import _bits, _of_group, activation_code, activation_step
+from qarl_kernels.quantize_kernels import activation_code, activation_step, magnitude_bits, repeat_each
 
 Activation = Literal["int8", "fp8", "fp8_group"] | None
 
@@ -159,20 +159,20 @@ def store_codes(
     lane = tl.arange(0, _VECTOR)[None, :]
     start = codes + row * columns
     if not GROUPED:
-        largest = tl.max(_bits(widen(chunks[0])), axis=1)
+        largest = tl.max(magnitude_bits(widen(chunks[0])), axis=1)
         for c in tl.static_range(1, len(chunks)):
-            largest = tl.maximum(largest, tl.max(_bits(widen(chunks[c])), axis=1))
+            largest = tl.maximum(largest, tl.max(magnitude_bits(widen(chunks[c])), axis=1))
         largest = tl.max(tl.reshape(largest, [ROWS, VECTORS]), axis=1)
-        absmax = _of_group(largest, VECTORS).to(tl.float32, bitcast=True)
+        absmax = repeat_each(largest, VECTORS).to(tl.float32, bitcast=True)
         step, factor = activation_step(absmax, dtype)
         tl.store(scale + row, step, row_inside & (column == 0))
     for c in tl.static_range(len(chunks)):
         at = column + c * (VECTORS * _VECTOR)
         value = widen(chunks[c])
         if GROUPED:
-            largest = tl.max(_bits(value), axis=1)
+            largest = tl.max(magnitude_bits(value), axis=1)
             largest = tl.max(tl.reshape(largest, [ROWS * VECTORS // _GROUP_VECTORS, _GROUP_VECTORS]), axis=1)
-            absmax = _of_group(largest, _GROUP_VECTORS).to(tl.float32, bitcast=True)
+            absmax = repeat_each(largest, _GROUP_VECTORS).to(tl.float32, bitcast=True)
             step, factor = activation_step(absmax, dtype)
             first = row_inside & (at < columns) & (at % _GROUP == 0)
             tl.store(scale + row * tl.cdiv(columns, _GROUP) + at // _GROUP, step, first)

@@ -109,12 +109,12 @@ def _backward_kernel(
     start = gate_up + row * stride + column
     gate = tl.load(start[:, None] + lane, keep, other=0.0)
     up = tl.load((start + columns)[:, None] + lane, keep, other=0.0)
-    arriving = widen(tl.load((grad + row * stride_grad + column)[:, None] + lane, keep, other=0.0))
+    output_grad = widen(tl.load((grad + row * stride_grad + column)[:, None] + lane, keep, other=0.0))
     result, silu, sigmoid = _gated(gate, up)
     tl.store((product + row * columns + column)[:, None] + lane, result, keep)
     slope = sigmoid * (1.0 + widen(gate) * (1.0 - sigmoid))
-    tl.store(start[:, None] + lane, narrow(arriving * widen(up) * slope, gate.dtype), keep)
-    tl.store((start + columns)[:, None] + lane, narrow(arriving * silu, gate.dtype), keep)
+    tl.store(start[:, None] + lane, narrow(output_grad * widen(up) * slope, gate.dtype), keep)
+    tl.store((start + columns)[:, None] + lane, narrow(output_grad * silu, gate.dtype), keep)
 
 
 def _halves_of(gate_up: Tensor) -> tuple[int, int]:

@@ -183,14 +183,14 @@ def meta_w4a16(
     group: int | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Scales and zero points as the w4a16 kernels read them: weight = ((B + u) + offset) * scale, u a stored nibble.
+    """Arrange scales and zero points for the w4a16 kernels: weight = ((B + u) + offset) * scale, u a stored nibble.
 
     Args:
         scale: `dtype` [N, K / group], contiguous.
         zero_point: int32 [ceil(N / 8), K / group], contiguous, or None if symmetric.
         out_features, in_features: N, K.
         group: 32, 64 or 128; None: one group per row.
-        dtype: Of the activations, bfloat16 (B = 128) or float16 (B = 1024).
+        dtype: Dtype of the activations, bfloat16 (B = 128) or float16 (B = 1024).
 
     Returns:
         int32 [K128 * P, 16 * N16]: the scale's bits in the low half, those of offset = -(B + zero nibble) in the high
@@ -210,7 +210,7 @@ def meta_w4a16(
 
 @torch.no_grad()
 def meta_w4a8(scale: Tensor, out_features: int, in_features: int, group: int | None) -> Tensor:
-    """Scales as the w4a8 kernel reads them: float32 [K128 * P, 16 * N16], 0 beyond N and K.
+    """Arrange scales for the w4a8 kernel: float32 [K128 * P, 16 * N16], 0 beyond N and K.
 
     scale: bf16, fp16 or fp32 [N, K / group], contiguous; group: 32, 64, 128, or None for one group per row. Raises
     ValueError if scale does not fit the shape (out_features, in_features) = (N, K).

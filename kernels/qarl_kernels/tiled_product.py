@@ -45,9 +45,9 @@ def _x_plane(x, live, k, K, EVEN: tl.constexpr):
 
 @triton.jit
 def x_planes(x, live, k, K, EVEN: tl.constexpr):
-    """x^T of a block's 128 features, eight times (16, BLOCK_M); zeros for rows that are not live and beyond K.
+    """Return x^T of a block's 128 features as eight tiles (16, BLOCK_M), with zeros beyond K and in rows not `live`.
 
-    x: pointers to the first 16 features (BLOCK_M, 16); k: which those are.
+    x: pointers (BLOCK_M, 16) to the block's first 16 features; k: the numbers of these features.
     """
     planes = ()
     for j in tl.static_range(8):
@@ -67,9 +67,9 @@ def x_rows(x, order, m, end, stride, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr,
 
 @triton.jit
 def x_tile(x, m, k, K, SIZE: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr):
-    """Features [k, k + SIZE) of a tile of rows of x, zeros beyond K. Rows that do not matter are anything finite.
+    """Return features [k, k + SIZE) of BLOCK_M rows of x, zeros beyond K. Rows past the end may hold any finite values.
 
-    x: a tensor descriptor, whose rows from m on are meant (TMA), or pointers to the rows (BLOCK_M,).
+    x: a tensor descriptor (TMA), read from row m on; or pointers to the rows (BLOCK_M,).
     """
     if TMA:
         tile = x.load([m, k])
@@ -84,10 +84,10 @@ def x_tile(x, m, k, K, SIZE: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr
 
 @triton.jit
 def finished(acc):
-    """acc, the sum of a warpgroup product in a loop, after the product is done.
+    """Return acc, the sum of a warpgroup product, once that product is done.
 
-    A use of the sum inside the loop makes Triton wait for the product. Without it Triton 3.6 leaves products with a
-    register operand in flight while the next step writes those registers (its issue 9433): wrong sums, seen on H100.
+    Using the sum inside the loop makes Triton wait for the product. Otherwise Triton 3.6 leaves products with a
+    register operand in flight while the next step overwrites those registers (triton issue 9433): wrong sums on H100.
     """
     if COMPILED:
         acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=False, pack=1)
@@ -96,7 +96,7 @@ def finished(acc):
 
 @triton.jit
 def wide_product(acc, planes, x, m, k, K, EVEN: tl.constexpr, TMA: tl.constexpr, SPLIT: tl.constexpr):
-    """acc (BLOCK_N, BLOCK_M) and a block's product by warpgroups. planes: eight (BLOCK_N, 16); x, m: see `x_tile`."""
+    """Return acc (BLOCK_N, BLOCK_M) plus a block's wgmma product. planes: eight (BLOCK_N, 16); x, m: see `x_tile`."""
     if SPLIT:
         x0 = x_tile(x, m, k, K, 64, EVEN, TMA)
         x1 = x_tile(x, m, k + 64, K, 64, EVEN, TMA)
@@ -127,7 +127,7 @@ def store(acc, out, bias, m, n, end, N, stride_om, TMA_OUT: tl.constexpr):
 
 @triton.jit
 def _weights(words, meta, global_scale, meta_n, DTYPE: tl.constexpr, GROUPS: tl.constexpr):
-    """The planes of a block's words, of int4 or, if there is a global scale, of NVFP4."""
+    """Return the planes of a block's words: NVFP4 if there is a global scale, else int4."""
     if global_scale is None:
         planes = int4_planes(words, meta, meta_n, DTYPE, GROUPS)
     else:
@@ -240,8 +240,8 @@ def tiled_product(
 ) -> Tensor:
     """Multiply x (M, K), or (T, K) if gathered, by a tiled weight of n features per expert.
 
-    kernel: None is the 16-bit one of the tile's way; only a `wide` one of them takes x and out as its tile says. own:
-    arguments that only this kernel has. Returns (M, n).
+    kernel: Default: `wide_kernel` or `narrow_kernel`, as the tile says. Only `wide_kernel` follows the tile's `tma` and
+    `split`. own: Arguments that only this kernel has. Returns (M, n).
     """
     wide = kernel is None and tile.way == "wide"
     kernel = kernel or (wide_kernel if wide else narrow_kernel)
@@ -258,7 +258,7 @@ def tiled_product(
         if tma and gathered:  # the accelerator reads adjacent rows: put the tokens' rows in sorted order first
             assert groups is not None
             x, gathered = rows_in_order(x, groups), False
-        # A float32 tile takes too much shared memory, and a tile of an expert's last rows would write the next one's.
+        # A float32 tile takes too much shared memory. An expert's last tile would overwrite the next expert's rows.
         tma_out = tile.tma and groups is None and supports_tma(out) and out.element_size() == 2
         own |= {"TMA": tma, "TMA_OUT": tma_out, "SPLIT": tile.split}
     launch(

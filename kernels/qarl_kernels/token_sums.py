@@ -1,4 +1,4 @@
-"""Gradients that are sums over tokens, added to float32: of biases and norms, and of an embedding table. No atomics.
+"""Gradients that are sums over tokens (biases, norms, embedding), added to float32 buffers without atomics.
 
 The order of a sum depends on the matrix's shape and on the token ids alone.
 """

@@ -61,7 +61,7 @@ class KeptSets(NamedTuple):
 
     @classmethod
     def of(cls, cut: Tensor) -> KeptSets:
-        """Return the tokens that a mask of cut tokens, bool (R, V), keeps. Waits for the device of the mask."""
+        """Return the tokens that a mask of cut tokens, bool (R, V), leaves. Synchronizes with the mask's device."""
         kept, vocabulary = ~cut, cut.shape[-1]
         counts = kept.sum(-1, dtype=torch.int32)
         dense = counts > vocabulary // 32
@@ -76,7 +76,7 @@ class KeptSets(NamedTuple):
         return cls(*(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
 
     def split(self, lengths: Sequence[int]) -> list[KeptSets]:
-        """Return this many rows at a time."""
+        """Split into parts with these numbers of rows."""
         counts = self.counts.split(list(lengths))
         ids = self.ids.split([int(part.clamp(min=0).sum()) for part in counts])
         bits = self.bits.split([int((part < 0).sum()) for part in counts])
@@ -111,7 +111,7 @@ class Recording(Truncation):
 
 @dataclass(frozen=True, eq=False)
 class Replay(Truncation):
-    """Truncation to recorded sets, one per row, whatever the logits are. Temperature is applied as usual."""
+    """Truncation to recorded sets, one per row, instead of sets from the logits. Temperature is applied as usual."""
 
     kept: KeptSets | None = None
 
@@ -120,7 +120,7 @@ class Replay(Truncation):
         return cls(truncation.temperature, truncation.top_k, truncation.top_p, truncation.min_p, kept)
 
     def chunks(self, size: int) -> list[KeptSets | None]:
-        """Return the sets of `size` rows at a time."""
+        """Split the sets into parts of `size` rows; the last may be shorter."""
         assert self.kept is not None, "a replay without sets"
         rows = len(self.kept.counts)
         return [*self.kept.split([min(size, rows - start) for start in range(0, rows, size)])]

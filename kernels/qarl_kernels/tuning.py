@@ -62,7 +62,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Entry:
-    """Tiles of one shape: (most rows, tile), ascending; the last one serves all larger numbers. None: not measured."""
+    """Tiles of one shape: (maximum rows, tile), ascending; the last also serves more rows. Tile None: not measured."""
 
     tiles: tuple[tuple[int, Tile | None], ...]
 
@@ -79,7 +79,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shape:
-    """A weight (n, k), or with experts > 0 as many of them; gathered: x has one row per token, not per sorted pair."""
+    """Shape of a weight (n, k), or of `experts` of them. gathered: x has one row per token, not per sorted pair."""
 
     n: int
     k: int
@@ -124,7 +124,7 @@ def lookup(
 ) -> Tile:
     """Choose the tile for m output rows of a product with a weight (n, k), or with one such weight per expert.
 
-    x is on the GPU that the product runs on. library: whether cuBLAS may be chosen.
+    x: Any tensor on the GPU that runs the product. library: Whether cuBLAS may be chosen.
     """
     experts, before_hopper = 0 if groups is None else groups.experts, capability_of(x) < (9, 0)
     if not before_hopper:
@@ -170,7 +170,7 @@ def parse_entry(tiles: list[list[Any]]) -> Entry:
     return Entry(tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles))
 
 
-# Defaults of grouped 16-bit products: (most rows per expert on average, tile).
+# Defaults of grouped 16-bit products: (maximum mean number of rows per expert, tile).
 GROUPED_DENSE: tuple[tuple[float, Tile], ...] = (
     (16, Tile("w_first", 16, 64, 128, warps=4, stages=5)),
     (64, Tile("w_first", 64, 64, 64, warps=4, stages=5)),
@@ -187,7 +187,7 @@ WEIGHT_GRAD_BEFORE_HOPPER = Tile("x_first", 64, 128, 32, warps=4, stages=3)
 
 
 def default_tile(family: str, m: int, before_hopper: bool = False, library: bool = True, experts: int = 0) -> Tile:
-    """A sound tile for m rows, of all experts together if experts > 0, where nothing was measured."""
+    """Return an untuned tile for m rows (of all experts together if experts > 0)."""
     if not experts:
         return _default_dense(family, m, before_hopper, library)
     if family == "weight_grad":

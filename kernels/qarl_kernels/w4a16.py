@@ -1,11 +1,11 @@
 """y = x @ ((codes - zero) * scale)^T: int4 weights, 16-bit activations, FP32 accumulation; dense or grouped by expert.
 
-Three ways to the same bits; the tuned table picks one by the number of rows:
+There are three ways to the same bits; the tuning table picks one by the number of rows:
 
 - `narrow` (decode): mma.sync on 16 weight rows per warp. Eight products of 16 input features follow each other, one
   per nibble of the words, so nothing is shuffled: a thread's words are its matrix fragment.
 - `wide`: wgmma with the dequantized weight as the register operand and x from shared memory (y^T = W x^T).
-- `dequantized`: codes to 16-bit values once, then `gemm.dense`.
+- `dequantized`: convert the codes to 16-bit values once, then run `gemm.dense`.
 
 The weight's value is rounded once, (code - zero) * scale, as in the reference, and K is never split: the tensor core
 adds 16 products at a time, in order, whichever instruction runs it. mma.sync, wgmma with either operand order and

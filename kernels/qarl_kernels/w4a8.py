@@ -2,7 +2,7 @@
 
 The product within a group is exact in int32, and groups are added in order in FP32 without contraction, so a result
 has the bits of `reference.w4a8` whatever the tile. The kernel reads the tiled form of the weight (`qarl_kernels.tile`)
-and multiplies by 16 times the code, which is a nibble moved to the top of its byte; the scale makes up for it exactly.
+and multiplies by 16 * code, which is a nibble moved to the top of a byte; the scale is divided by 16, which is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _EIGHT = tl.constexpr((tl.int8,) * 8)
 
 @triton.jit
 def _plane(words, j: tl.constexpr):
-    """The meaning of the assembly, one plane: 16 * (nibble - 8)."""
+    """One plane as the assembly computes it: 16 * (nibble - 8)."""
     return ((((words >> (4 * j)) & 0xF) - 8) * 16).to(tl.int8)
 
 
@@ -89,7 +89,7 @@ def _add_part(acc, codes, x, live, k, K, scales, SIZE: tl.constexpr, EVEN: tl.co
 
 @triton.jit
 def _row_sums(acc, rows, live, words, metas, K, EVEN: tl.constexpr):
-    """acc plus the products of whole rows, which are one group. 128 blocks of 128 features are exact in float32."""
+    """Return acc plus the products of rows that are one group. Sums over 128 blocks of 128 features are exact."""
     blocks = tl.cdiv(K, 128)
     none = tl.zeros(acc.shape, dtype=tl.int32)
     scale = tl.load(metas) * 0.0625

@@ -112,7 +112,7 @@ def test_what_is_held_is_what_was_published_and_shows_a_change_of_any_operand(sc
         try:
             held = operand.stored()
         except ValueError as error:
-            assert "is not what its codes and scales make" in str(error)
+            assert "does not match its codes and scales" in str(error)
         else:
             assert any(not same_bits(held[suffix], tensor) for suffix, tensor in before.items()), name
 

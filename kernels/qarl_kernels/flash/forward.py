@@ -273,8 +273,8 @@ def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
 def check(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, fp8: bool = False) -> None:
     """Raise ValueError for operands that the kernels cannot read. fp8: k and v may be e4m3."""
     heads, dim = q.shape[1:]
-    held = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
-    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in held or v.dtype != k.dtype:
+    allowed = (q.dtype, torch.float8_e4m3fn) if fp8 else (q.dtype,)
+    if q.dtype not in (torch.bfloat16, torch.float16) or k.dtype not in allowed or v.dtype != k.dtype:
         other = ", or k and v of e4m3" if fp8 else ""
         raise ValueError(
             f"q, k and v must share one dtype, bf16 or fp16{other}; they have {q.dtype}, {k.dtype}, {v.dtype}"

@@ -35,9 +35,9 @@ class QueryTiles:
 
     Attributes:
         tokens: T, rows of the batch.
-        queries: (n, 6) int32, for each tile: first row, rows, position of the first row, and where its keys are.
-            Longest first.
-        long_tiles: Number of tiles, the first ones, that see more than one CHUNK of keys.
+        queries: (n, 6) int32, one line per tile: first row, number of rows, position of the first row, and three
+            columns that locate its keys. The tiles that see the most keys come first.
+        long_tiles: The first so many tiles see more than one CHUNK of keys.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ class QueryTiles:
 
     @cached_property
     def stretches(self) -> list[tuple[Tensor, bool]]:
-        """The tiles in launches, each with whether its tiles see more than one CHUNK; none is empty."""
+        """Return the tiles of each launch, and whether they see more than one CHUNK. No launch is empty."""
         parts = (self.queries[: self.long_tiles], True), (self.queries[self.long_tiles :], False)
         return [part for part in parts if part[0].shape[0]]
 
@@ -55,16 +55,17 @@ class QueryTiles:
 class PackedLayout(QueryTiles):
     """Tables for attention over one packed batch, shared by all layers.
 
-    A line of `queries` ends with: first row of the prompt, position below which keys are the prompt's, first row of the
-    keys from there on.
+    The last three columns of `queries` are: first row of the prompt; position from which on keys are the continuation's
+    own; first row of these keys.
 
     Attributes:
         positions: (T,) int64, position of each row in its sequence.
-        items: (m, 7) int32, work items of the key gradient: first key row, key rows, position of the first key, first
-            query row, end of the query rows, index of the partial sum (-1 if the tile has one item only), end of the
-            rows of the keys' own prompt or continuation. Longest first.
+        items: (m, 7) int32, work items of the key gradient: first key row, number of key rows, position of the first
+            key, first query row, end of the query rows, index of the partial sum (-1 if the tile has one item only),
+            end of the rows of the keys' own prompt or continuation. Items with the most query rows come first.
         partials: Number of partial sums that items write.
-        cuts: (c, 4) int32, key tiles with several items: first key row, key rows, first partial sum, partial sums.
+        cuts: (c, 4) int32, key tiles with several items: first key row, number of key rows, first partial sum, number
+            of partial sums.
     """
 
     positions: Tensor
@@ -74,12 +75,12 @@ class PackedLayout(QueryTiles):
 
 
 def packed_layout(groups: list[tuple[int, list[int]]], device: torch.device) -> PackedLayout:
-    """Lay out groups (prompt tokens, tokens of each continuation); a continuation may be empty.
+    """Lay out a packed batch. Copies once to the device and does not synchronize.
 
-    Copies once to the device and does not synchronize.
+    groups: Per prompt its length, and the lengths of its continuations, which may be 0.
     """
     sizes = np.fromiter((1 + len(own) for _, own in groups), np.int64, len(groups))
-    first = np.cumsum(sizes) - sizes  # of each group, its prompt among the segments
+    first = np.cumsum(sizes) - sizes  # index of each group's prompt among all segments (prompts and continuations)
     lengths = np.fromiter(chain.from_iterable((prompt, *own) for prompt, own in groups), np.int64, int(sizes.sum()))
     if lengths.size and lengths.min() < 0:
         raise ValueError("a prompt or continuation has a negative length")

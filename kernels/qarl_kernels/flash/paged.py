@@ -23,12 +23,12 @@ from qarl_kernels.flash.layout import upload
 class PagedLayout(tables.QueryTiles):
     """The queries of a batch and where their keys are, shared by all layers.
 
-    `queries` are those of spans of several tokens. A line ends with: sequence, 0, 0.
+    `queries` has only spans of several tokens. Its last three columns are: sequence, 0, 0.
 
     Attributes:
         pages: (S, P) int32, pages of each sequence in order; entries past its end may be anything.
-        decodes: (d, 3) int32, for each span of one token: row, sequence, keys it sees.
-        longest: Most keys that a decode sees.
+        decodes: (d, 3) int32, for each span of one token: row, sequence, number of keys that it sees.
+        longest: Maximum number of keys that a decode sees.
     """
 
     pages: Tensor
@@ -51,8 +51,11 @@ def paged_layout(
         counts: Tokens of each span.
         positions: Position of each span's first token.
         pages: For each sequence the pages of all tokens up to the span's last, or an (S, P) int32 table on the device.
-        device: Where the tables go, in one copy.
-        beside: More int64 tables for the same copy; they are returned.
+        device: Device of the tables, which are copied at once.
+        beside: More int64 tables for the same copy.
+
+    Returns:
+        The layout, and the tables of `beside` on the device.
     """
     row, count, position = (np.asarray(column, np.int64).reshape(-1) for column in (rows, counts, positions))
     sequence = np.arange(row.size)

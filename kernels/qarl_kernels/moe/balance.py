@@ -16,7 +16,7 @@ from qarl_kernels.moe.reference import probabilities
 
 
 def choices(experts: Tensor, total: int) -> Tensor:
-    """(L, E) int64: how often each of E = `total` experts is in each layer of `experts` (T, L, k), integers from 0."""
+    """Count how often each expert is chosen in each layer, (L, E) int64. experts: (T, L, k) integers; total: E."""
     layers = experts.shape[1]
     places = (experts.long() + total * torch.arange(layers, device=experts.device)[:, None]).flatten()
     counts = torch.zeros(layers * total, dtype=torch.int64, device=experts.device)
@@ -26,13 +26,13 @@ def choices(experts: Tensor, total: int) -> Tensor:
 def balance_grad(
     routed: Routed, counted: slice, aux: float, z: float, slots: Tensor | None = None, layers: int = 1
 ) -> Tensor:
-    """Gradient of one layer's part of both losses over the tokens `counted`, (T, E) float32.
+    """Return the gradient of one layer's part of both losses by its logits, (T, E) float32.
 
     Does not synchronize with the device; the same inputs give the same bits.
 
     Args:
         routed: Logits (T, E) and experts (T, k) of the layer.
-        counted: The tokens that the losses are means over, 1 or more. Other rows get no gradient.
+        counted: Tokens over which the losses are means, at least one. Other rows get no gradient.
         aux: Weight of the load-balancing loss.
         z: Weight of the z-loss.
         slots: (E,) float32, F in the module's docstring, over all layers and the whole minibatch that contains these

@@ -84,9 +84,9 @@ def _combine_backward_kernel(
         column = start + tl.arange(0, COLUMNS)
         inside = column < columns
         keep = there[:, None] & inside[None, :]
-        arriving = widen(tl.load(dy + token * stride_dy + column, mask=inside, other=0.0))[None, :]
-        total += arriving * widen(tl.load(d + row * stride_d + column[None, :], mask=keep, other=0.0))
-        grad = narrow(arriving * weight, grad_d.dtype.element_ty)
+        output_grad = widen(tl.load(dy + token * stride_dy + column, mask=inside, other=0.0))[None, :]
+        total += output_grad * widen(tl.load(d + row * stride_d + column[None, :], mask=keep, other=0.0))
+        grad = narrow(output_grad * weight, grad_d.dtype.element_ty)
         tl.store(grad_d + row * stride_grad + column[None, :], grad, mask=keep)
     tl.store(grad_weights + pair, tl.sum(total, axis=1), mask=there)
 
@@ -136,10 +136,15 @@ def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = 
 
 
 def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, into: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of d, weight * dy (R, H) of d's dtype, and of the weights, <dy, d> (T, k) float32.
+    """Return the gradients of d, weight * dy (R, H) in d's dtype, and of the weights, <dy, d> (T, k) float32.
 
-    dy: (T, H) 16-bit, last dimension contiguous, arbitrary row stride; d, weights, errors: as in `combine`. into:
-    (R, H) of d's dtype that receives d's gradient, possibly d itself.
+    Args:
+        dy: (T, H) 16-bit, output gradient; last dimension contiguous, arbitrary row stride.
+        d, weights, groups: As in `combine`.
+        into: (R, H) of d's dtype, receives the gradient of d; may be d itself.
+
+    Raises:
+        ValueError: Shapes or dtypes are not as above.
     """
     tokens, columns = groups.rows // groups.slots, d.shape[1]
     _check("dy", dy, tokens, columns)
@@ -150,9 +155,9 @@ def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups, int
 
 
 def shared_backward(dy: Tensor, shared: Shared, into: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of the shared expert's output, gate * dy (T, H) of its dtype, and of its gate's logit, (T,) float32.
+    """Return the gradients of the shared expert's output, gate * dy (T, H), and of its gate's logit, (T,) float32.
 
-    dy, into, errors: as in `combine_backward`; `into` may be the output itself.
+    dy, into, errors: As in `combine_backward`; `into` may be the output itself.
     """
     output, gate = shared.output, shared.gate
     check_rows("dy", dy, output.shape[1])
@@ -190,10 +195,11 @@ def _backward(dy: Tensor, d: Tensor, weights: Tensor, place: Tensor | None, into
 
 
 def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None = None) -> Tensor:
-    """A gathered input's gradient (T, K) of grad's dtype: the sum of the token's rows, then plus `added`.
+    """Return the gradient of a gathered input, (T, K) in grad's dtype: the sum of each token's rows, then plus `added`.
 
     grad: (R, K) bf16 or fp16, in sorted order, last dimension contiguous, arbitrary row stride. added: (T, K) 16-bit,
-    the gradient of the same input through another path, as the router; or None. Raises ValueError for other operands.
+    the gradient of the same input through other paths, such as the router; or None. Raises ValueError for other
+    operands.
     """
     _check("grad", grad, groups.rows)
     if added is not None:

@@ -1,4 +1,4 @@
-"""Sort the (token, slot) pairs of a batch by expert, on the device, without a synchronization, also in a CUDA graph."""
+"""Sort the (token, slot) pairs of a batch by expert, on the device and without synchronizing, also in a CUDA graph."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qarl_kernels.groups import Groups
 from qarl_kernels.launch import launch
 from qarl_kernels.moe import reference
 
-# Most rows; pairs that a program looks at together; its warps. For a decode's few pairs one warp needs no barrier.
+# (maximum rows, pairs that a program reads at once, warps). For the few pairs of a decode, one warp needs no barrier.
 SORTS = ((128, 128, 1), (16_384, 2048, 8), (math.inf, 8192, 16))
 
 

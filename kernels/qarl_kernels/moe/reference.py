@@ -23,7 +23,7 @@ def probabilities(logits: Tensor) -> Tensor:
 
 
 def route(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | None) -> Routed:
-    """`qarl_kernels.moe.routing.route`, for float32 too."""
+    """Definition of `qarl_kernels.moe.routing.route`; also takes float32."""
     wide, wide_weight = x.float(), weight.float().contiguous()
     logits = matmul(wide, wide_weight)
     if chosen is None:
@@ -40,7 +40,7 @@ def route(x: Tensor, weight: Tensor, k: int, normalize: bool, chosen: Tensor | N
 
 
 def route_backward(grad_weights: Tensor, routed: Routed, normalize: bool) -> Tensor:
-    """`qarl_kernels.moe.routing.route_backward`."""
+    """Definition of `qarl_kernels.moe.routing.route_backward`."""
     experts = routed.experts.long()
     inner = (grad_weights * routed.weights).sum(1, keepdim=True)
     zeros = torch.zeros_like(routed.logits)
@@ -50,7 +50,7 @@ def route_backward(grad_weights: Tensor, routed: Routed, normalize: bool) -> Ten
 
 
 def groups_of(experts: Tensor, count: int) -> Groups:
-    """`qarl_kernels.moe.dispatch.groups_of`: a stable sort."""
+    """Definition of `qarl_kernels.moe.dispatch.groups_of`: a stable sort."""
     ordered, order = torch.sort(experts.flatten().clamp(0, count - 1), stable=True)
     rows = torch.arange(order.shape[0], dtype=torch.int32, device=experts.device)
     place = torch.empty_like(rows).scatter_(0, order, rows)
@@ -60,13 +60,13 @@ def groups_of(experts: Tensor, count: int) -> Groups:
 
 
 def combine(d: Tensor, weights: Tensor, groups: Groups, shared: Shared | None = None) -> Tensor:
-    """`qarl_kernels.moe.combine.combine`, for float32 too."""
+    """Definition of `qarl_kernels.moe.combine.combine`; also takes float32."""
     added = None if shared is None else shared.output.float() * shared.gate[:, None]
     return _sum(d, weights, groups, added)
 
 
 def sum_over_slots(grad: Tensor, groups: Groups, added: Tensor | None) -> Tensor:
-    """`qarl_kernels.moe.combine.sum_over_slots`, for float32 too."""
+    """Definition of `qarl_kernels.moe.combine.sum_over_slots`; also takes float32."""
     return _sum(grad, torch.ones_like(groups.place, dtype=torch.float32).view(-1, groups.slots), groups, added)
 
 
@@ -79,21 +79,21 @@ def _sum(d: Tensor, weights: Tensor, groups: Groups, added: Tensor | None) -> Te
 
 
 def shared_gate(x: Tensor, weight: Tensor) -> Tensor:
-    """`qarl_kernels.moe.shared.shared_gate`, for float32 too."""
+    """Definition of `qarl_kernels.moe.shared.shared_gate`; also takes float32."""
     logit = (x.float() * weight.float()).sum(1)  # not a matrix product, whose bits depend on the number of rows
     return logit.neg_().exp_().add_(1.0).reciprocal_()
 
 
 def combine_backward(dy: Tensor, d: Tensor, weights: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """`qarl_kernels.moe.combine.combine_backward`, for float32 too."""
+    """Definition of `qarl_kernels.moe.combine.combine_backward`; also takes float32."""
     order, place = groups.order.long(), groups.place.long()
-    arriving = dy[order // groups.slots].float()
-    grad_weights = (arriving * d.float()).sum(1)[place].view(-1, groups.slots)
-    return (arriving * weights.flatten()[order][:, None]).to(d.dtype), grad_weights
+    output_grad = dy[order // groups.slots].float()
+    grad_weights = (output_grad * d.float()).sum(1)[place].view(-1, groups.slots)
+    return (output_grad * weights.flatten()[order][:, None]).to(d.dtype), grad_weights
 
 
 def shared_backward(dy: Tensor, shared: Shared) -> tuple[Tensor, Tensor]:
-    """`qarl_kernels.moe.combine.shared_backward`, for float32 too."""
+    """Definition of `qarl_kernels.moe.combine.shared_backward`; also takes float32."""
     wide, gate = dy.float(), shared.gate
     grad_gate = (wide * shared.output.float()).sum(1)
     return (wide * gate[:, None]).to(shared.output.dtype), grad_gate * (gate * (1.0 - gate))

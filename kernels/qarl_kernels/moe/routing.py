@@ -136,16 +136,16 @@ def _route_backward_kernel(
     row = at.to(tl.int64)
     inner = tl.zeros([ROWS], tl.float32)
     for j in range(COUNT):
-        arriving = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
-        inner += arriving * tl.load(weights + row * COUNT + j, mask=exists, other=0.0)
+        grad = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
+        inner += grad * tl.load(weights + row * COUNT + j, mask=exists, other=0.0)
     lane = tl.arange(0, LANES)[None, :]
     result = tl.zeros([ROWS, LANES], tl.float32)
     for j in range(COUNT):
-        arriving = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
+        grad = tl.load(grad_weights + row * COUNT + j, mask=exists, other=0.0)
         if NORMALIZE:  # the other experts' probabilities cancel
-            arriving = tl.load(weights + row * COUNT + j, mask=exists, other=0.0) * (arriving - inner)
+            grad = tl.load(weights + row * COUNT + j, mask=exists, other=0.0) * (grad - inner)
         expert = tl.load(ids + row * COUNT + j, mask=exists, other=0)
-        result += tl.where(lane == expert[:, None], arriving[:, None], 0.0)
+        result += tl.where(lane == expert[:, None], grad[:, None], 0.0)
     keep = exists[:, None] & (lane < experts)
     if not NORMALIZE:
         its_logits = tl.load(logits + row[:, None] * experts + lane, mask=keep, other=float("-inf"))

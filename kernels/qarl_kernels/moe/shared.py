@@ -48,7 +48,7 @@ def _gate_kernel(
 
 
 def shared_gate(x: Tensor, weight: Tensor, kernels: bool = False) -> Tensor:
-    """The gate of each token, (T,) float32.
+    """Return the gate of each token, (T,) float32.
 
     x: (T, H), last dimension contiguous, arbitrary row stride; for the kernel bf16 or fp16, H at most 32,768. weight:
     (1, H) of x's dtype, in plain torch also float32. kernels: use Triton. Raises ValueError for other operands.
