@@ -18,19 +18,20 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Proof:
-    """Collects bitwise comparisons of tensors. `settle` synchronizes with the GPU once for all. place: prefix of
-    errors.
+    """Collects bitwise comparisons of tensors. `settle` checks them all with one GPU synchronization.
+
+    place: Prefix of the error messages.
     """
 
     place: str = ""
     _same: list[tuple[str, bool | Tensor]] = field(default_factory=list)
 
     def of(self, place: str) -> Proof:
-        """The same proof with another prefix."""
+        """Return the same proof, sharing its comparisons, with another prefix."""
         return replace(self, place=place)
 
     def add(self, what: str, a: Tensor, b: Tensor) -> None:
-        """Require that a and b are equal. what: the error otherwise. Keeps no reference to them."""
+        """Require that a and b are equal. what: The error message if they are not. Keeps no reference to them."""
         same: bool | Tensor | None = _known(a, b)
         if same is None:
             one, other = _words(a, b)

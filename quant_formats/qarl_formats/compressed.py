@@ -67,7 +67,7 @@ def _packed(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     codes = tensors[f"{name}.weight"]
     if codes.dtype != torch.int8 or codes.ndim != 2 or not bool(((codes >= -8) & (codes <= 7)).all()):
-        raise ValueError(f"{name}.weight: no int4 codes (int8 in [-8, 7]), one to a byte")
+        raise ValueError(f"{name}.weight: not int4 codes stored one per byte (int8 in [-8, 7])")
     shape = torch.tensor(codes.shape)
     return {**tensors, f"{name}.weight_packed": pack_int4(codes), f"{name}.weight_shape": shape}
 

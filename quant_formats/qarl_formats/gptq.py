@@ -70,9 +70,10 @@ def gptq(
 
 
 def _compensated(weight: Tensor, codes: Tensor, fixed: Tensor, grid: CodeGrid, order: Tensor, factor: Tensor) -> Tensor:
-    """The codes that GPTQ chooses, float32 [N, K].
+    """Return the codes that GPTQ chooses, float32 [N, K].
 
-    codes: the nearest ones. fixed: bool [N, K], which to keep. order: of the columns. factor: U for that order.
+    codes: The nearest codes. fixed: bool [N, K], which of them to keep. order: Order in which columns are rounded.
+    factor: U for that order.
     """
     columns, dtype, levels = len(order), factor.dtype, grid.levels.to(factor.dtype)
     between = (levels[1:] + levels[:-1]) / 2
@@ -113,9 +114,9 @@ def inverse_factor(hessian: Tensor) -> Tensor:
 
 
 def _ends(weight: Tensor, grid: CodeGrid, both: bool) -> Tensor:
-    """Mark the elements that make a group's scale: bool [N, K].
+    """Mark the elements that determine a group's scale: bool [N, K].
 
-    both: the smallest and the largest value do; otherwise the largest magnitude does.
+    both: Mark the smallest and the largest value of each group; otherwise the largest magnitude.
     """
     values = weight.reshape(*grid.step.shape, -1)
     index = [values.argmin(-1, True), values.argmax(-1, True)] if both else [values.abs().argmax(-1, True)]
@@ -125,7 +126,7 @@ def _ends(weight: Tensor, grid: CodeGrid, both: bool) -> Tensor:
 def _without_master(
     scheme: Scheme, stored: dict[str, Tensor], master: Tensor, shape: Shape, shared: Tensor | None
 ) -> Tensor:
-    """Mark the elements of groups that a master does not give: bool [N, K]."""
+    """Mark the elements of groups that `master` does not quantize to: bool [N, K]."""
     again, _ = scheme.quantize(master, shared=shared)
     (_, step, zero), other = scheme.code_grid(stored, shape), scheme.code_grid(again, shape)
     codes = scheme.codes(stored, shape).float() != scheme.codes(again, shape).float()

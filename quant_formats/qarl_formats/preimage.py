@@ -130,7 +130,7 @@ def _search(
     quantize: Callable[..., tuple[Tensor, ...]],
     plain: Candidate,
 ) -> Found:
-    """The first of the candidates per group that quantizes to `stored`, or else `plain`."""
+    """Return per group the first candidate that quantizes to `stored`, else `plain`."""
     rows = max(1, _CHUNK // max(1, stored[0].shape[1]))
     chunks = zip(*(tensor.split(rows) for tensor in stored), strict=True)
     found = [_search_chunk(chunk, candidates, quantize, plain) for chunk in chunks]
@@ -161,7 +161,7 @@ def _rows(tensor: Tensor, index: Tensor) -> Tensor:
 
 
 def _same(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> Tensor:
-    """Whether rows have the same bits, so that +0 and -0 differ: tensors [G, any] -> bool [G]."""
+    """Compare rows of tensors [G, any] bit for bit, so that +0 and -0 differ: bool [G]."""
     same = [(_integers(a) == _integers(b)).all(1) for a, b in zip(found, wanted, strict=True)]
     return torch.stack(same).all(0)
 
@@ -172,7 +172,7 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 def _dequantized(codes: Tensor, step: Tensor) -> Tensor:
-    """codes * step, with a small negative number for -0, which a master of -0.0 does not give."""
+    """Return codes * step. Code -0 becomes a small negative number, because a master of -0.0 quantizes to +0."""
     return torch.where((codes == 0) & codes.signbit(), _MINUS_ZERO, codes).mul_(step)
 
 
@@ -200,7 +200,7 @@ def _moved(value: Tensor, ulps: int) -> Tensor:
 
 
 def _absmax_of_global(global_scale: Tensor) -> Tensor:
-    """An absmax float32 [1] whose `global_scale_of` this is; if there is none, one that is close."""
+    """Return an absmax float32 [1] whose `global_scale_of` is this scale; if there is none, one that is close."""
     about = nvfp4.E2M1_MAX * FP8.highest / global_scale
     near = [_moved(about, ulps) for ulps in (0, 1, -1, 2, -2, 3, -3, 4, -4)]
     return next((one for one in near if torch.equal(nvfp4.global_scale_of([one[0]]), global_scale)), about)

@@ -43,9 +43,10 @@ def make_scheme(
     grid: str = GRIDS[0],
     scale_dtype: str = SCALE_DTYPES[0],
 ) -> Scheme:
-    """Build the scheme `name`; rejects combinations that no kernel or file format has.
+    """Build the scheme `name`; rejects combinations that no kernel or file format supports.
 
     Args:
+        name: Name of a registered scheme.
         group_size: 32, 64, 128 or -1 (per channel), for schemes with groups. Default: 128.
         symmetric: False only for schemes with zero points.
         grid: "symmetric7" only for symmetric int4.

@@ -53,7 +53,7 @@ class Codes(NamedTuple):
     """Quantized activations.
 
     codes: (M, K) int8 or float8_e4m3fn. scale: float32 (M, 1), or (M, ceil(K / 128)) with one scale per token and 128
-    features. dtype: of the product.
+    features. dtype: Dtype of the product.
     """
 
     codes: Tensor
@@ -122,11 +122,12 @@ class Scheme(ABC):
     vllm_cpu: ClassVar[bool] = True
     """Whether vLLM's CPU build can multiply it."""
     row_block: ClassVar[int] = 1
-    """Output features that share a scale. Layers that vLLM fuses must consist of whole blocks."""
+    """Consecutive output features that share a scale. Layers that vLLM fuses must consist of whole blocks."""
     tolerance: ClassVar[float]
-    """Mean |delta log-prob| per token up to which another program's result for an export counts as the same policy.
-    Other kernels sum in another order and round elsewhere; if activations are quantized, a small difference crosses
-    rounding steps and grows. A wrong scale, a transposed group or a lost tensor costs 1 and more."""
+    """Largest mean |delta log-prob| per token, in nats, at which another program's reading of an export counts as the
+    same policy. Other kernels sum in another order and round elsewhere; if activations are quantized, a small
+    difference crosses rounding steps and grows. A wrong scale, a transposed group or a missing tensor costs 1 or more.
+    """
 
     # --- names in compressed-tensors
     file_format: ClassVar[str]
@@ -160,7 +161,7 @@ class Scheme(ABC):
     # --- rows: weights concatenated along dim 0
 
     def rows_per_entry(self, suffix: str) -> int | None:
-        """Output features per row of a stored tensor or operand; None: all of a weight share its one value."""
+        """Return the output features per row of a stored tensor or operand. None: one value for the whole weight."""
         if suffix in ("weight_shape", "weight_global_scale"):
             return None
         if suffix == "weight_zero_point":
@@ -169,15 +170,15 @@ class Scheme(ABC):
 
     @property
     def row_unit(self) -> int:
-        """Output features that share a stored value, so that only multiples of them can be concatenated."""
+        """Number of consecutive output features that share a stored value; only multiples of it can be concatenated."""
         return max(self.row_block, 1 if self.symmetric else 8)
 
     def can_concatenate(self, widths: Sequence[int]) -> bool:
-        """Whether the stored tensors of weights with so many output features stay the same when concatenated."""
+        """Whether concatenating weights leaves their stored values unchanged. widths: Output features of each."""
         return all(width % self.row_unit == 0 for width in widths[:-1])
 
     def split(self, tensors: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
-        """The tensors of each of several concatenated weights, as views. widths: output features of each."""
+        """Split the tensors of concatenated weights, as views. widths: Output features of each weight."""
         parts: list[dict[str, Tensor]] = [{} for _ in widths]
         for name, tensor in tensors.items():
             rows, own = self.rows_per_entry(name), [tensor] * len(widths)
@@ -192,14 +193,14 @@ class Scheme(ABC):
     # --- on disk
 
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
-        """The tensors of one Linear by suffix, in file order.
+        """Return the stored tensors of one Linear by suffix, in file order.
 
         unpacked: int4 codes one per byte (int-quantized), which vLLM's W4A8 kernel for CPUs reads; see `unpackable`.
         """
         raise NotImplementedError(f"scheme {self.name} stores no codes")
 
     def weight_arguments(self) -> dict[str, Any]:
-        """Arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""
+        """Return arguments of compressed-tensors' `QuantizationArgs` that describe the weights."""
         strategy = "channel" if self.group_size is None else "group"
         return {
             "num_bits": self.weight_bits,
@@ -210,7 +211,7 @@ class Scheme(ABC):
         }
 
     def activation_arguments(self) -> dict[str, Any] | None:
-        """The same for the activations; None if they are not quantized."""
+        """Return these arguments for the activations; None if they are not quantized."""
         if self.activation is None:
             return None
         kind = "int" if self.activation.startswith("int") else "float"
@@ -219,19 +220,19 @@ class Scheme(ABC):
     @property
     def text(self) -> str:
         """One line for the model card of an export."""
-        said = [f"scales in {self.scale_dtype}"] if self.quantized and self.scale_dtypes else []
+        details = [f"scales in {self.scale_dtype}"] if self.quantized and self.scale_dtypes else []
         if self.group_sizes:
-            said.append("per row" if self.group_size is None else f"per {self.group_size} inputs")
-        said += [] if self.symmetric else ["zero points"]
-        said += [] if self.grid == GRIDS[0] else ["codes -7 to 7"]
-        return f"{self.name}: {self.description}" + (f" ({', '.join(said)})" if said else "")
+            details.append("per row" if self.group_size is None else f"per {self.group_size} inputs")
+        details += [] if self.symmetric else ["zero points"]
+        details += [] if self.grid == GRIDS[0] else ["codes -7 to 7"]
+        return f"{self.name}: {self.description}" + (f" ({', '.join(details)})" if details else "")
 
     def library_codes(self, stored: Tensors, shape: Shape) -> Tensor:
-        """`codes` as compressed-tensors' own code unpacks them, to check exported files."""
+        """Return `codes`, unpacked by compressed-tensors' own code, to check exported files."""
         return stored["weight"]
 
     def library_fault(self, out_features: int, in_features: int) -> str | None:
-        """Why compressed-tensors (and so transformers) cannot dequantize a weight of this shape; None if it can."""
+        """Return why compressed-tensors (and so transformers) cannot dequantize a weight of this shape, or None."""
         return None
 
     def stores_like(self, other: Scheme, shape: Shape) -> bool:
@@ -247,18 +248,22 @@ class Scheme(ABC):
     # --- arithmetic
 
     def shared(self, weights: Iterable[Tensor]) -> Tensor | None:
-        """The value that weights share if they are multiplied as one, from their float32 masters; None: there is none.
+        """Return the value that weights share if they are multiplied as one, such as a global scale, or None.
 
-        It may depend only on their largest magnitude, which is all that ranks exchange. `weights` may be a generator.
+        It may depend only on their largest magnitude, which is all that ranks exchange.
+
+        weights: Float32 masters; may be a generator.
         """
         return None
 
     def quantize(self, weight: Tensor, kernels: bool = False, shared: Tensor | None = None) -> Quantized:
-        """Quantize a contiguous float32 master [N, K] that fits; callers use `qarl_formats.weight.quantize_weight`.
+        """Quantize a contiguous float32 master [N, K]. Does not synchronize or check the shape (`check_shape`).
 
-        shared: result of `shared` for this weight and those it is multiplied with; None: it stands alone. Returns the
-        stored tensors by suffix, in the order of `tensor_specs`, and the number of NaN or infinite values (a scalar on
-        the device); unless that is 0 the tensors are meaningless.
+        shared: Result of `shared` for this weight and those it is multiplied with; None: it is multiplied alone.
+
+        Returns:
+            The stored tensors by suffix, in the order of `tensor_specs`, and the number of NaN or infinite values (a
+            scalar on the device). Unless that is 0, the tensors are meaningless.
         """
         raise NotImplementedError(f"scheme {self.name} does not quantize")
 
@@ -284,8 +289,8 @@ class Scheme(ABC):
         Its values are the dequantized ones, except at the ends of each group. Default: the dequantized values.
 
         Returns:
-            The master, float32 [N, K]. The number of groups (blocks, rows) without a preimage, int64 []: they have
-            their dequantized values, and quantize to other codes or scales. By default the weight counts as one.
+            The master, float32 [N, K]. The number of groups (blocks, rows) without a preimage, int64 []: they keep
+            their dequantized values, and quantize to other codes or scales. By default the weight is one group.
         """
         import torch
 
@@ -306,7 +311,7 @@ class Scheme(ABC):
         return (codes.float() * scale).to(x.dtype)
 
     def fp8_codes(self, operands: Tensors) -> tuple[Tensor, Tensor] | None:
-        """e4m3 codes (N, K) and scales (N, 1) of a kernel's operands, for an FP8 backward; None if they are not FP8."""
+        """Return e4m3 codes (N, K) and scales (N, 1) for an FP8 backward; None if the operands are not FP8."""
         return None
 
     # --- product
@@ -315,9 +320,9 @@ class Scheme(ABC):
     """The operands that `plain_product` reads, the matrix (N, K) first. `weight_values` are dequantized values."""
 
     def operands(self, tensors: Tensors, shape: Shape, dtype: torch.dtype, kernels: bool) -> dict[str, Tensor]:
-        """The tensors that the product reads, by name; stored tensors appear as the same objects.
+        """Return the tensors that the product reads, by name; stored tensors appear as the same objects.
 
-        dtype: of the activations. Default: the stored tensors, and the dequantized values in `weight_values`.
+        dtype: Dtype of the activations. The default method returns the stored tensors, and `weight_values`.
         """
         values = self.dequantize(tensors, shape, dtype, kernels)
         wide = not kernels and values.device.type == "cpu"  # CPUs multiply in float32
@@ -325,14 +330,14 @@ class Scheme(ABC):
         return stored | {"weight_values": values.float() if wide else values}
 
     def stored(self, operands: Tensors, shape: Shape, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
+        """Return the stored tensors by suffix, read back from `operands`: the inverse of `operands` for any values."""
         import torch
 
         given = {**operands, "weight_shape": torch.tensor(shape)}
         return {suffix: given[suffix] for suffix in self.tensor_specs(*shape)}
 
     def parts(self, operands: Tensors, widths: Sequence[int]) -> list[dict[str, Tensor]]:
-        """`split` of the operands that `plain_product` reads."""
+        """Split the operands that `plain_product` reads, see `split`."""
         return self.split({name: operands[name] for name in self.plain_operands}, widths)
 
     def kernel_bytes(self, out_features: int, in_features: int) -> int:
@@ -349,7 +354,7 @@ class Scheme(ABC):
         groups: Groups | None = None,
         gathered: bool = False,
     ) -> Tensor:
-        """The product of `LowBitWeight.matmul`, of a weight given by its operands. out_features: of one expert."""
+        """Compute `LowBitWeight.matmul` of a weight given by its operands. out_features: Those of one expert."""
         if kernels:
             if not isinstance(x, Codes):
                 x = x.contiguous()
@@ -371,7 +376,7 @@ class Scheme(ABC):
         return y
 
     def plain_product(self, x: Tensor, operands: Tensors, bias: Tensor | None) -> Tensor:
-        """The dense product in plain torch: (M, K) -> (M, N). Default: that of dequantized values."""
+        """Return the dense product in plain torch, (M, K) -> (M, N). Default: with dequantized values."""
         from qarl_kernels import reference
 
         return reference.dense(x, operands[self.plain_operands[0]], bias)
@@ -379,9 +384,9 @@ class Scheme(ABC):
     def kernel_product(
         self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        """`matmul` with Triton. Default: the product of dequantized values.
+        """Run `matmul` with Triton. Default: with dequantized values.
 
-        x: contiguous; codes if the scheme has `input_codes`, else values. n: output features, of one expert.
+        x: Contiguous; codes if the scheme has `input_codes`, else values. n: Output features of one expert.
         """
         assert not isinstance(x, Codes), f"scheme {self.name} multiplies 16-bit activations"
         weight = operands[self.plain_operands[0]]

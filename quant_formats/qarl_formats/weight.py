@@ -1,8 +1,8 @@
 """The weight of a linear layer: its stored tensors, and the operands that the product reads.
 
-One object serves every scheme, values that are not quantized, a packed linear (q, k and v; gate and up) and all
-experts of a layer, whose rows are concatenated along dim 0. Rows are quantized independently, except for values that a
-scheme shares over a whole tensor. So the stored tensors of a part are slices of those of the whole weight.
+One class serves every scheme, unquantized values, packed linears (q, k and v; gate and up) and all experts of a layer:
+several weights are concatenated along dim 0. Rows are quantized independently, except for values that a scheme shares
+over a whole tensor. So the stored tensors of a part are slices of those of the whole weight.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LowBitWeight:
 
     @staticmethod
     def of_values(values: Tensor) -> LowBitWeight:
-        """A weight that is not quantized. values: (N, K)."""
+        """Return an unquantized weight. values: (N, K)."""
         n, k = values.shape
         return LowBitWeight(UNQUANTIZED, {"weight": values}, (n, k))
 
@@ -61,12 +61,12 @@ class LowBitWeight:
         return next(iter(self.tensors.values())).device  # the last one may be weight_shape, which is on the CPU
 
     def codes(self) -> Tensor:
-        """The codes [N, K], one per element: int8 for int4 and int8, float8_e4m3fn for FP8 and FP4."""
+        """Return the codes [N, K], one per element: int8 for int4 and int8, float8_e4m3fn for FP8 and FP4."""
         return self.scheme.codes(self.tensors, self.shape)
 
     @torch.no_grad()
     def dequantize(self, dtype: torch.dtype, kernels: bool = False) -> Tensor:
-        """The values [N, K]: (code - zero point) * scale in float32, rounded once to `dtype`."""
+        """Return the values [N, K]: (code - zero point) * scale in float32, rounded once to `dtype`."""
         return self.scheme.dequantize(self.tensors, self.shape, dtype, kernels)
 
     # --- product
@@ -84,14 +84,15 @@ class LowBitWeight:
     def matmul(
         self, x: Tensor | Codes, bias: Tensor | None = None, groups: Groups | None = None, gathered: bool = False
     ) -> Tensor:
-        """x @ W^T + bias. The bits of a row do not depend on the batch.
+        """Return x @ W^T + bias. The bits of a row do not depend on the batch.
 
         Args:
-            x: (M, K) of `dtype`; with kernels also its codes, if `input_codes` names them. Both give the same bits.
+            x: (M, K) of `dtype`. With kernels, its codes of the kind `input_codes` give the same bits.
             bias: (N,) or None.
-            groups: If this is the weight of all experts (E * N, K): the experts of the rows. Each row has the bits of
+            groups: The rows of each expert, if this is the weight of all experts (E * N, K). Each row has the bits of
                 the product with its expert's own weight.
-            gathered: With groups, x are the tokens (T, K) in the batch's order; otherwise rows (R, K) sorted by expert.
+            gathered: With groups, whether x has the tokens (T, K) in the batch's order; otherwise it has rows (R, K)
+                sorted by expert.
 
         Returns:
             (M, N) of `dtype`; with groups (R, N), sorted by expert.
@@ -115,7 +116,7 @@ class LowBitWeight:
             raise ValueError(f"x is {list(x.shape)}, but the experts take ({rows}, {k}); reshape x")
 
     def _expert_width(self, experts: int) -> int:
-        """N, the output features of one of so many experts."""
+        """Return N, the output features of one expert."""
         if self.shape[0] % experts:
             raise ValueError(f"{self.shape[0]} rows are not the weights of {experts} experts; concatenate them all")
         width = self.shape[0] // experts
@@ -128,7 +129,7 @@ class LowBitWeight:
 
     @property
     def input_codes(self) -> InputCodes | None:
-        """The codes of activations that `matmul` with kernels reads; None: their values."""
+        """The kind of activation codes that `matmul` with kernels reads; None: values."""
         return self.scheme.input_codes
 
     def rounded_input(self, x: Tensor) -> Tensor:
@@ -136,22 +137,21 @@ class LowBitWeight:
         return self.scheme.rounded_input(x)
 
     def values(self, dtype: torch.dtype) -> Tensor:
-        """Return W (N, K) for the backward: the result of `dequantize`, on the CPU in float32."""
+        """Return W (N, K) for the backward: the result of `dequantize`, in float32 on the CPU."""
         if not self.quantized:
             return self.operands["weight"]
-        if (held := self.operands.get("weight_values")) is not None:
-            return held
-        # the operands of some schemes have the codes in float32 already
+        if (values := self.operands.get("weight_values")) is not None:
+            return values
+        # Operands override stored tensors: those of some schemes have the codes in float32 already.
         values = self.scheme.dequantize({**self.tensors, **self.operands}, self.shape, dtype, self.kernels)
         return values if self.kernels else values.to(self.operands[self.scheme.plain_operands[0]].dtype)
 
     def fp8_codes(self) -> tuple[Tensor, Tensor] | None:
-        """e4m3 codes (N, K) and scales (N, 1) for an FP8 backward; None if the weight has no such codes."""
+        """Return e4m3 codes (N, K) and scales (N, 1) for an FP8 backward; None if the weight has no such codes."""
         return self.scheme.fp8_codes(self.operands)
 
     def stored(self, proof: Proof | None = None) -> dict[str, Tensor]:
-        """Return the stored tensors by suffix, read back from the operands, and verify that they produce exactly these
-        operands.
+        """Read the stored tensors back from the operands, by suffix, and verify that they give exactly these operands.
 
         Args:
             proof: Collects the comparisons, to synchronize with a GPU only once; None: verify immediately.
@@ -164,7 +164,7 @@ class LowBitWeight:
         again = self.scheme.operands(tensors, self.shape, self.dtype, self.kernels)
         added = Proof() if proof is None else proof
         for name, operand in self.operands.items():
-            added.add(f"{name} of the product is not what its codes and scales make", operand, again[name])
+            added.add(f"{name} of the product does not match its codes and scales", operand, again[name])
         if proof is None:
             added.settle()
         return tensors
@@ -172,17 +172,17 @@ class LowBitWeight:
     # --- parts
 
     def split(self, widths: Sequence[int]) -> list[LowBitWeight]:
-        """The weights whose rows this one concatenates, sharing its memory, not prepared. widths: their N."""
+        """Return the weights that this one concatenates, as views, not prepared. widths: Output features of each."""
         parts = zip(self.scheme.split(self.tensors, widths), widths, strict=True)
         return [LowBitWeight(self.scheme, tensors, (width, self.shape[1])) for tensors, width in parts]
 
 
 def ordinary_weight(values: Tensor, imitated: Scheme | None = None, kernels: bool = False) -> LowBitWeight:
-    """The weight of a learner that runs the framework's own GEMM, prepared.
+    """Return the prepared weight of a learner that runs torch's own GEMM.
 
     Args:
         values: (N, K) of the compute dtype.
-        imitated: The scheme whose activation quantization the product imitates (fake quantization); None: none.
+        imitated: The scheme by which activations are quantized and dequantized first (fake quantization); None: none.
         kernels: Multiply the weights of experts with Triton.
     """
     n, k = values.shape
@@ -199,9 +199,9 @@ def quantize_weight(
     Args:
         weight: float32 [N, K]; not changed.
         scheme: A quantized scheme (not bf16).
-        name: What errors call the tensor.
+        name: Name of the tensor in errors.
         kernels: Use Triton, in one pass over a weight on a GPU; the tensors are the same.
-        shared: Result of `scheme.shared` for it and the weights it is multiplied with; None: it stands alone.
+        shared: Result of `scheme.shared` for it and the weights it is multiplied with; None: it is multiplied alone.
 
     Raises:
         ValueError: The scheme does not fit the shape, or a value is NaN or infinite.
@@ -238,7 +238,8 @@ def can_concatenate(weights: Sequence[LowBitWeight]) -> bool:
 def concatenate(weights: Sequence[LowBitWeight]) -> LowBitWeight:
     """Concatenate weights in order. The result is not prepared.
 
-    weights: as `can_concatenate` requires. Tensors that are adjacent in memory, as `split` gives them, are not copied.
+    weights: Must satisfy `can_concatenate`. Tensors that are adjacent in memory, such as results of `split`, are not
+    copied.
     """
     first = weights[0]
     shape = sum(weight.shape[0] for weight in weights), first.shape[1]
@@ -256,6 +257,7 @@ def codes_changed(before: LowBitWeight, after: LowBitWeight, widths: Sequence[in
     The FP8 codes +0 and -0 are different codes.
 
     Args:
+        before, after: Two versions of the weight.
         widths: Output features of each part to count separately. Default: one count for the whole weight.
 
     Returns:
@@ -284,7 +286,7 @@ def groups_changed(before: LowBitWeight, after: LowBitWeight) -> tuple[int, int]
     """Compare two weights of one shape whose schemes store alike (`Scheme.stores_like`), bit for bit.
 
     Returns:
-        Groups (blocks, rows) in which a code, scale, zero point or global scale differs, and the number of all.
+        The number of groups (blocks, rows) in which a code, scale, zero point or global scale differs, and of all.
     """
     (n, k), scheme, scale = before.shape, before.scheme, before.tensors["weight_scale"]
     one, other = before.codes().view(torch.uint8), after.codes().view(torch.uint8)

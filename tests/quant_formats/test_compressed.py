@@ -95,7 +95,7 @@ def test_unpacked_int4_gives_back_the_same_codes_and_refuses_others(scheme):
     assert loaded.shape == (N, K)
     assert all(torch.equal(loaded.tensors[suffix], tensor) for suffix, tensor in quantized.tensors.items())
     stored["q_proj.weight"][3, 5] = 8
-    with pytest.raises(ValueError, match=r"q_proj\.weight: no int4 codes"):
+    with pytest.raises(ValueError, match=r"q_proj\.weight: not int4 codes"):
         from_state_dict("q_proj", stored, scheme, (N, K))
 
 

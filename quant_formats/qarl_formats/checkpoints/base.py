@@ -19,7 +19,7 @@ FLOATS = ("bfloat16", "float16", "float32")
 
 
 class Stored(NamedTuple):
-    """A tensor that a checkpoint must have. dtypes: torch's names of those that can be read."""
+    """A tensor that a checkpoint must have. dtypes: Readable dtypes, by torch's names."""
 
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
@@ -32,8 +32,8 @@ class CheckpointFormat(ABC):
     """How a checkpoint stores its quantized Linear layers, from the `quantization_config` of its config.json.
 
     Attributes:
-        scheme: The scheme whose codes and scales the tensors are, up to the dtype of scales; None: no scheme has them,
-            so that only their values can be read.
+        scheme: The scheme that stores the same codes and scales, except for the dtype of the scales. None: there is
+            none, so weights are read as dequantized values.
     """
 
     method: ClassVar[str]
@@ -64,8 +64,8 @@ class CheckpointFormat(ABC):
         A bias is among them only if the model has no such parameter.
 
         Returns:
-            A weight in `scheme`, with the stored dtype of scales. Values float32 [N, K] if the scheme does not have
-            these codes, for example because activation order put the inputs of a group in several places.
+            A weight in `scheme`, with the stored dtype of scales. Dequantized values float32 [N, K] if no scheme can
+            store it, for example because the inputs of a group are not adjacent (activation order).
 
         Raises:
             ValueError: The tensors contradict each other; names one of them.
@@ -91,7 +91,7 @@ def group_size_of(config: Mapping[str, Any]) -> int | None:
 def count_of(what: str, total: int, each: int) -> int:
     """Return total / each. Raises ValueError if `each` does not divide it."""
     if total % each:
-        raise ValueError(f"its {total} {what} are no multiple of {each}")
+        raise ValueError(f"its {total} {what} are not a multiple of {each}")
     return total // each
 
 

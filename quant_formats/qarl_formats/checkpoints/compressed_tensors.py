@@ -1,7 +1,7 @@
 """compressed-tensors, the format that qarl and llm-compressor export, in the layout of every scheme.
 
-Also groups in activation order (`actorder: group`): `weight_g_idx` int32 [K] is the group of each input. -1 means that
-the order was not used.
+Groups may be in activation order (`actorder: group`): `weight_g_idx` int32 [K] is the group of each input; -1 means
+that the order was not used.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CompressedTensors(CheckpointFormat):
 
 
 def _in_order(weight: LowBitWeight, order: Tensor, module: str) -> LowBitWeight | Tensor:
-    """The weight whose input k is in group order[k]; its values if that is not the order of the columns."""
+    """Return the weight if its groups are in column order, else its dequantized values. order: Group of each input."""
     import torch
 
     from qarl_formats.packing import unpack_zero_points
@@ -72,7 +72,7 @@ def _in_order(weight: LowBitWeight, order: Tensor, module: str) -> LowBitWeight 
 
 
 def _in_column_order(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The configuration without `actorder: group` (alias: dynamic), which only affects how tensors are read."""
+    """Return the configuration without `actorder: group` (alias: dynamic), which only affects how tensors are read."""
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping):
         return config

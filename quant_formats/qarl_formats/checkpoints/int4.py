@@ -26,9 +26,9 @@ def dequantized(codes: Tensor, zeros: Tensor, scales: Tensor, groups: Tensor) ->
 
 
 def as_int4(codes: Tensor, zeros: Tensor, scales: Tensor, shape: Shape, scheme: Scheme) -> LowBitWeight:
-    """A weight of a scheme with packed int4 codes, with the dtype of `scales`.
+    """Return a weight with packed int4 codes. Its scale dtype is that of `scales`.
 
-    codes [N, K], zeros [N, groups]: 0 to 15, the zeros all 8 if the scheme is symmetric. scales: [N, groups].
+    codes [N, K], zeros [N, groups]: Integers 0 to 15; zeros are all 8 if the scheme is symmetric. scales: [N, groups].
     """
     scheme = replace(scheme, scale_dtype=str(scales.dtype).removeprefix("torch."))
     tensors = {"weight_packed": pack_int4((codes - OFFSET).to(torch.int8)), "weight_scale": scales.contiguous()}

@@ -1,8 +1,8 @@
 """MXFP4 (`quant_method: mxfp4`), the layout of gpt-oss: e2m1 codes and a power of two per 32 inputs.
 
 `*_blocks` uint8 [..., K / 32, 16], two codes per byte, the first in the low nibble, and `*_scales` uint8 [..., K / 32],
-exponents with a bias of 127 (OCP Microscaling Formats 1.0, E8M0). No scheme here has such scales, so the values are
-read. gpt-oss itself has experts of another kind than the policy runs; this reads Linear layers of its format.
+exponents with a bias of 127 (OCP Microscaling Formats 1.0, E8M0). No scheme has such scales, so weights are read as
+dequantized values. This reads Linear layers in the format; qarl does not support the experts of gpt-oss itself.
 """
 
 from __future__ import annotations

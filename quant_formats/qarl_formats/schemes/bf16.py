@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 @register
 class BF16(Scheme):
-    """The scheme of every unquantized layer. A weight is `weight`, values (N, K) of the compute dtype.
+    """The scheme of every unquantized layer. Its stored tensor is `weight`, values (N, K) in the compute dtype.
 
-    The operand has the same name: in float32 on the CPU, whose products run in it, otherwise the values themselves.
+    The operand has the same name: float32 on the CPU, which multiplies in float32, otherwise the stored values.
     """
 
     name = "bf16"
@@ -43,9 +43,9 @@ class BF16(Scheme):
 
 @dataclass(frozen=True)
 class OrdinaryProduct(BF16):
-    """The framework's own GEMM, whose bits may depend on the batch, for learners that are not aligned. Not registered.
+    """torch's own GEMM, whose bits may depend on the batch, for learners that are not aligned. Not registered.
 
-    imitated: the scheme whose activation quantization it imitates (quantize, dequantize), for QAT; None: none.
+    imitated: For QAT, the scheme by which activations are quantized and dequantized before the product; None: none.
     """
 
     imitated: Scheme | None = None
@@ -63,7 +63,7 @@ class OrdinaryProduct(BF16):
     def kernel_product(
         self, x: Tensor | Codes, operands: Tensors, n: int, bias: Tensor | None, groups: Groups | None, gathered: bool
     ) -> Tensor:
-        """Dense products stay the framework's; only those of experts have a kernel."""
+        """Dense products use torch's GEMM; only grouped products have a kernel."""
         assert not isinstance(x, Codes), "an ordinary product multiplies values"
         if groups is None:
             return self.plain_product(x, operands, bias)

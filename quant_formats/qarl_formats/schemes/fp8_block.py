@@ -1,8 +1,8 @@
 """fp8_block: float8_e4m3fn weights with a scale per block of 128 x 128; activations float8_e4m3fn, dynamic, with a
 scale per token and 128 features.
 
-The format DeepSeek-V3 was trained in, which compressed-tensors calls FP8_BLOCK. If 128 does not divide N or K, the last
-blocks are smaller, as in the library. vLLM needs whole blocks of rows in all but the last of the layers it fuses.
+The format that DeepSeek-V3 was trained in; compressed-tensors calls it FP8_BLOCK. If 128 does not divide N or K, the
+last blocks are smaller, as in the library. In layers that vLLM fuses, only the last one may end in a partial block.
 """
 
 from __future__ import annotations

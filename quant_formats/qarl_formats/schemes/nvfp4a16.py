@@ -48,7 +48,7 @@ class NVFP4A16(Scheme):
     def shape_fault(self, out_features: int, in_features: int) -> str | None:
         if in_features % GROUP == 0:
             return None
-        return f"its {in_features} input features are no multiple of {GROUP}, the group of {self.name}; use w8a8 or fp8"
+        return f"its {in_features} input features are not a multiple of {self.name}'s group, {GROUP}; use w8a8 or fp8"
 
     def tensor_specs(self, out_features: int, in_features: int, unpacked: bool = False) -> dict[str, TensorSpec]:
         return {
