@@ -114,11 +114,12 @@ def test_the_trained_gradient_is_that_of_the_configured_loss_and_the_clean_one_i
     gram, signs = trained_gram(passes, objective, whole.micro_batches(40), totals)
 
     logp, _ = run.policy.logprobs(batch.prompts, batch.responses, run.sampling.truncation, 128)
-    now = logp.detach()
-    logps = TokenLogProbs(logp, whole.logp_old if stale else now, packed(batch.logp_sampler), shadow(run, batch))
+    logps = TokenLogProbs(
+        logp, whole.logp_old if stale else logp.detach(), packed(batch.logp_sampler), shadow(run, batch)
+    )
     plain = replace(objective, config=objective.config.model_copy(update={"entropy_coef": 0.0, "teacher": None}))
     rest = whole.advantages, whole.segments
-    loss, _ = plain(logps, *rest, totals, plain.constants(replace(logps, logp=now), *rest))
+    loss, _ = plain(logps, *rest, totals, plain.constants(replace(logps, logp=logp.detach()), *rest))
     value = whole.segments.expand(whole.advantages) * logp
     clean = -aggregate(value, whole.segments, objective.config.aggregation, totals)
     rows = torch.stack(
