@@ -109,7 +109,9 @@ class Group(Ranks):
             _claim_rank(store, self.rank, self.count)
             self._store, self._waits, self._timeout_s = rendezvous.key_value_store(timeout_s), 0, timeout_s
             self._looked = -TICK_S
-            self._watch = Watch(rendezvous.key_value_store(timeout_s), self.rank, self.count, timeout_s, self._last)
+            self._watch = Watch(
+                rendezvous.key_value_store(timeout_s), self.rank, self.count, timeout_s, self._record_fault
+            )
         except RuntimeError as error:  # torch.distributed raises nothing else
             raise self._unreachable(error) from error
         self._watch.start()
@@ -206,16 +208,16 @@ class Group(Ranks):
             return error
         self._open = False
         if isinstance(error, OtherRankFailed):
-            self._last(self._watch.claim(error.fault))
+            self._record_fault(self._watch.claim(error.fault))
             return error
         if _is_lost_rank(error):
             fault = self._watch.find(error)
-            self._last(fault)
+            self._record_fault(fault)
             return OtherRankFailed(fault)
         fault = fault_of(self.rank, error)
         self._watch.claim(fault)
         self._watch.stop()
-        self._last(fault)
+        self._record_fault(fault)
         return error
 
     def _gather_bytes(self, data: bytes) -> list[bytes]:
@@ -237,8 +239,8 @@ class Group(Ranks):
                 raise OtherRankFailed(self._watch.find(error)) from error
         return parts
 
-    def _last(self, fault: Fault) -> None:
-        """Record a fault before this rank ends."""
+    def _record_fault(self, fault: Fault) -> None:
+        """Write fault.json before this rank ends, unless a signal stopped the run."""
         if self._run_dir is not None and fault.code not in INTERRUPTED:
             write_fault(self._run_dir, fault)
 

@@ -23,6 +23,7 @@ class _Runs(NamedTuple):
     step: int
 
     def whole_words(self, memory: Tensor) -> bool:
+        """Whether all runs begin and end at multiples of 8 bytes in `memory`."""
         sizes = self.length, self.first, self.step, memory.storage_offset()
         return all(size % _WORD == 0 for size in sizes)
 

@@ -152,7 +152,7 @@ class SingleProcess(Ranks):
 
 
 def share_of(place: int, count: int, shares: int) -> range:
-    """Return the share at `place` of `count` items in `shares` contiguous shares; see `Ranks.share`."""
+    """Cut `count` items into `shares` contiguous ranges, and return range number `place`; see `Ranks.share`."""
     each, more = divmod(count, shares)
     start = place * each + min(place, more)
     return range(start, start + each + (place < more))

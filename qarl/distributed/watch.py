@@ -31,7 +31,7 @@ class Watch(threading.Thread):
         store: Key-value store shared by the ranks.
         rank, count: This rank and the number of ranks.
         timeout_s: Seconds without a heartbeat after which a rank's silence ends the run.
-        last: Called with the fault before this thread ends the process; records it.
+        record_fault: Called with the fault before this thread ends the process.
 
     Attributes:
         stuck: Returns at once whether a GPU collective has failed or has waited for timeout_s.
@@ -41,14 +41,14 @@ class Watch(threading.Thread):
     """
 
     def __init__(
-        self, store: KeyValueStore, rank: int, count: int, timeout_s: float, last: Callable[[Fault], None]
+        self, store: KeyValueStore, rank: int, count: int, timeout_s: float, record_fault: Callable[[Fault], None]
     ) -> None:
         super().__init__(name="ranks", daemon=True)
         self.fault: Fault | None = None
         self.begun: Callable[[], int] = lambda: 0
         self.stuck: Callable[[], bool] = lambda: False
         self._store, self._rank, self._count, self._timeout_s = store, rank, count, timeout_s
-        self._last = last
+        self._record_fault = record_fault
         self._tick_s = min(TICK_S, timeout_s / 20)
         self._ended, self._turn = threading.Event(), threading.Lock()
         self._hosts = [""] * count
@@ -73,7 +73,7 @@ class Watch(threading.Thread):
                     _print_stack(self.fault)
             if leave_at is not None and time.monotonic() > leave_at and not self._ended.is_set():
                 assert self.fault is not None
-                self._last(self.fault)
+                self._record_fault(self.fault)
                 os._exit(OTHER_RANK)
 
     def stop(self) -> None:
