@@ -4,7 +4,8 @@ REQUEST (JSON): {checkpoint, dtype, experts, prompts: [token ids], responses: [t
 context}.
 ANSWER (JSON): {version, note, greedy: [token ids], logprobs: [[one per token of a response]], likeliest: number of
 response tokens that vLLM finds most likely}, or {unsupported: reason}.
-One engine does both, without compilation or CUDA graphs. Log-probs are in nats, at temperature 1.
+One engine samples `greedy` and scores the responses, without compilation or CUDA graphs. Log-probs are in nats, at
+temperature 1.
 """
 
 import json
@@ -21,6 +22,7 @@ ENVIRONMENT = COMMON | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WA
 
 
 def probe(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the ANSWER to a REQUEST."""
     import vllm
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt

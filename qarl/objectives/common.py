@@ -271,7 +271,7 @@ def bound_stats(bounded: Tensor, ratio: Tensor, mask: Tensor | None) -> Stats:
 
 
 def weight_stats(weights: Tensor, mask: Tensor | None = None) -> Stats:
-    """Compute mean and effective sample size of importance weights, one per token or response."""
+    """Compute mean and effective sample size of importance weights, float32 (T,) or (R,). mask: those to count."""
     return {WEIGHT_MEAN: stat(weights, mask), _WEIGHT_SQ_MEAN: stat(weights.double().square(), mask)}
 
 

@@ -169,7 +169,7 @@ class Objective:
 
     @torch.no_grad()
     def constants(self, logps: TokenLogProbs, advantages: Tensor, segments: Segments) -> Constants:
-        """Compute the constants of a whole minibatch from all its responses, without gradient."""
+        """Compute the constants of a whole minibatch from all its responses, without gradient. advantages: (R,)."""
         inputs, center, weight_mean, cap = self._inputs(logps, advantages, segments), 0.0, 1.0, None
         if self.config.centers and logps.logp.numel():
             center = self.config.center(inputs)

@@ -103,7 +103,7 @@ class Decoder:
         return last
 
     def run(self, ids: Tensor, rows: Tensor | None, run: Run, kept: list[Kept] | None = None) -> Normed:
-        """Run all layers and return the last norm of `rows`.
+        """Run all layers and return the last norm of `rows`. ids, rows: as for `__call__`.
 
         kept: Receives each layer's intermediates; None if there is no backward.
         """

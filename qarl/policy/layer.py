@@ -54,9 +54,9 @@ class Norm:
 def add_norm(
     x: Tensor, residual: Tensor | None, norm: Norm, run: Run, linear: PackedLinear | None = None, values: bool = False
 ) -> Normed:
-    """Return the residual stream x + residual and its norm: as codes if `linear` reads codes, else as values.
+    """Return the residual stream x + residual (T, H) and its norm: as codes if `linear` reads codes, else as values.
 
-    values: Whether to return values in addition to codes.
+    residual: None for zeros. values: Whether to return values in addition to codes.
     """
     weight = run.weights.values[norm.name]
     if run.weights.fused:

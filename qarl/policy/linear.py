@@ -35,7 +35,7 @@ Backward: TypeAlias = Literal["bf16", "fp8"]
 def activations(
     values: Tensor | None, codes: Tensor | None, scale: Tensor | None, dtype: torch.dtype
 ) -> Tensor | Codes:
-    """Return the input of a product: the codes if there are any, else the values."""
+    """Return the input (T, K) of a product: the codes, with a scale per token, if there are any, else the values."""
     if codes is not None and scale is not None:
         return Codes(codes, scale, dtype)
     assert values is not None, "activations are values or codes"
@@ -226,7 +226,9 @@ class OutputGradient:
 
 @torch.no_grad()
 def gradient_of(masters: Sequence[nn.Parameter]) -> Tensor:
-    """Return the gradients of a packed linear's masters as one float32 tensor, allocated as zeros if missing.
+    """Return the gradients of a packed linear's masters as one tensor, float32 (N, K) of the packed weight.
+
+    Missing ones are allocated as zeros.
 
     It shares memory with their `.grad`, so adding to it adds to them.
     """

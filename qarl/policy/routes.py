@@ -147,7 +147,7 @@ class Routes:
         return None if self.replay is None else self.replay[:, layer]
 
     def record_choice(self, layer: int, experts: Tensor) -> None:
-        """Record a layer's own choice."""
+        """Record the experts (T, k) that a layer's router chose."""
         if self.own is not None:
             self.own[layer] = experts
 

@@ -88,7 +88,7 @@ class Quantizer:
         return value
 
     def add_no_rows(self, name: str, device: torch.device) -> None:
-        """List a quantized weight in `faults` although this rank has no rows of it (left)."""
+        """List a quantized weight in `faults`, without a fault, if this rank has none of its rows."""
         if name not in self._counts:
             self._counts[name] = torch.zeros((), dtype=torch.int32, device=device)
 
