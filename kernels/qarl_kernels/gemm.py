@@ -178,7 +178,7 @@ def scaled(
 
 
 def check_e4m3(name: str, qx: Tensor, codes: Tensor) -> None:
-    """Raise ValueError, which names the scheme, unless both are e4m3 codes on a GPU that multiplies them."""
+    """Raise ValueError unless both are e4m3 codes on a GPU that multiplies them. name: What the message begins with."""
     if qx.dtype != torch.float8_e4m3fn or codes.dtype != torch.float8_e4m3fn:
         raise ValueError(
             f"{name} needs float8_e4m3fn codes, not {qx.dtype} and {codes.dtype}; quantize the activations first"
@@ -199,7 +199,10 @@ def multiply(
     gathered: bool,
     tile: Tile | None,
 ) -> Tensor:
-    """Multiply with `gemm_kernel`. family: One of `tuning.FAMILIES` that it serves. Operands as in `run`."""
+    """Return (M, N) of out_dtype, computed by `gemm_kernel` or by cuBLAS. Operands as in `run`.
+
+    family: One of `tuning.FAMILIES` that the kernel serves. tile: None: the tuned one.
+    """
     m, n = output_rows(x, groups, gathered, bias), output_features(len(weight), groups)
     k = x.shape[1]
     if weight.shape[1] != k:
@@ -234,7 +237,7 @@ def loads_vectors(x: Tensor) -> bool:
 
 
 def by_kernel(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = x @ weight^T by `gemm_kernel`; `library` compares cuBLAS with it."""
+    """Fill out (M, N) with x (M, K) times weight (N, K) by `gemm_kernel`; `library` compares cuBLAS with it."""
     n, k = weight.shape
     run(x, weight, None, None, None, out, lookup("dense", n, k, x.shape[0], x, library=False))
 

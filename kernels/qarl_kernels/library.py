@@ -52,7 +52,7 @@ def product(x: Tensor, weight: Tensor, out: Tensor, kernel: Kernel) -> int:
 
 
 def multiply(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out = x @ weight^T by cuBLAS."""
+    """Fill out (M, N) with x (M, K) times weight (N, K) by cuBLAS."""
     torch.mm(x, weight.t(), out=out)
 
 

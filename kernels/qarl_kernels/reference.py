@@ -21,7 +21,7 @@ INT4_EXACT_K = 16_384  # 127 * 8 * 16,384 < 2**24
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T in float32; on a CPU a row's bits do not depend on the other rows."""
+    """Return x (M, K) times weight (N, K), all float32. On a CPU a row's bits do not depend on the other rows."""
     return invariant.matmul(x, weight) if x.device.type == "cpu" else x @ weight.t()
 
 

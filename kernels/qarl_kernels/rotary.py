@@ -70,7 +70,7 @@ class Rotation(NamedTuple):
         return qkv.as_strided((qkv.shape[0], self.kv_heads, dim), (qkv.stride(0), dim, 1), start)
 
     def arguments(self, qkv: Tensor) -> dict[str, Any]:
-        """Return the arguments common to all rotary kernels. qkv: bf16 or fp16, arbitrary row stride."""
+        """Return the arguments common to all rotary kernels. qkv: (T, columns) bf16 or fp16, any row stride."""
         check_rows("qkv", qkv, self.columns)
         return {
             "qkv": qkv,

@@ -20,20 +20,23 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], sha
 
 
 def check_16_bit(name: str, x: Tensor, other: Tensor) -> None:
-    """Raise ValueError, which names the function, unless both are bf16 or both are fp16."""
+    """Raise ValueError unless both are bf16 or both are fp16. name: The function, for the message."""
     if x.dtype not in (torch.bfloat16, torch.float16) or other.dtype != x.dtype:
         raise ValueError(f"{name} needs bf16 or fp16 operands of one dtype, not {x.dtype} and {other.dtype}; cast them")
 
 
 def row_tiles(m: int, block_m: int, groups: Groups | None) -> int:
-    """Tiles of block_m rows in m rows; with groups, the most that any distribution over the experts could need."""
+    """Number of tiles of block_m rows in m rows; with groups, the most that any split over the experts could need."""
     if groups is None:
         return cdiv(m, block_m)
     return (m + min(groups.experts, m) * (block_m - 1)) // block_m
 
 
 def output_rows(x: Tensor, groups: Groups | None, gathered: bool, bias: Tensor | None = None) -> int:
-    """M of a product of x. Raises ValueError if x does not have the rows that the groups need, or a bias is given."""
+    """Return the output rows M of a product of x.
+
+    Raises ValueError if x does not have the rows that the groups need, or if groups have a bias.
+    """
     if groups is None:
         return x.shape[0]
     needed = groups.rows // groups.slots if gathered else groups.rows
@@ -47,7 +50,10 @@ def output_rows(x: Tensor, groups: Groups | None, gathered: bool, bias: Tensor |
 
 
 def output_features(rows: int, groups: Groups | None) -> int:
-    """N of a weight with N rows per expert. Raises ValueError if its rows are not a multiple of the experts."""
+    """Return the output features N of a weight of `rows`: those of one expert.
+
+    Raises ValueError if `rows` is not a multiple of the number of experts.
+    """
     if groups is None:
         return rows
     if rows % groups.experts:

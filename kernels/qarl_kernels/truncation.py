@@ -18,7 +18,7 @@ ROW_VALUES = 4  # float32 values in 16 bytes, the alignment of rows on a GPU
 
 @dataclass(frozen=True)
 class Truncation:
-    """Shape of the sampling distribution: temperature, then top-k and min-p, then top-p on the remaining tokens.
+    """How logits become the sampling distribution: temperature, then top-k and min-p, then top-p on what remains.
 
     Temperature 0 is greedy: the likeliest token is drawn, and log-probs are those of the model's own distribution
     (temperature 1, no truncation).

@@ -158,6 +158,7 @@ def load_table(device: str) -> Table:
 
 
 def parse_table(data: dict[str, Any]) -> Table:
+    """Parse a file of `tables/`: {section: {family: {shape: tiles}}}. shape: see `Shape`; tiles: see `parse_entry`."""
     table: Table = {}
     for section in SECTIONS:
         for family, shapes in data.get(section, {}).items():
@@ -167,6 +168,7 @@ def parse_table(data: dict[str, Any]) -> Table:
 
 
 def parse_entry(tiles: list[list[Any]]) -> Entry:
+    """Parse [[maximum rows, fields of `Tile` or null], ...]."""
     return Entry(tuple((most, None if tile is None else Tile(**tile)) for most, tile in tiles))
 
 

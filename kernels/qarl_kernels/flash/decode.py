@@ -202,7 +202,7 @@ def merge_kernel(
 
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[int, int]]:
-    """Return the table of warps and stages for queries q over a cache k."""
+    """Return warps and stages by padded head size, for queries q over a cache k."""
     if capability_of(q) < (9, 0):
         return BEFORE_HOPPER
     if k.dtype.itemsize > 1:

@@ -263,7 +263,7 @@ def run(
 
 
 def tiles_of(q: Tensor, k: Tensor) -> dict[int, tuple[Tile, Tile]]:
-    """Return the table of tiles for queries q and keys k."""
+    """Return the tiles by padded head size, for sequences within a chunk and for longer ones."""
     fp8 = k.dtype.itemsize == 1
     if capability_of(q) >= (9, 0):
         return FP8_TILES if fp8 else TILES
