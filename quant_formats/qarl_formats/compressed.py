@@ -195,5 +195,6 @@ def _text(values: Mapping[str, Any], key: str) -> str:
 
 
 def shown(value: Any) -> str:
+    """Return a value for a message: at most 60 characters, on one line."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

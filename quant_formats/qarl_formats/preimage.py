@@ -7,8 +7,8 @@ within their rounding cells until the group has the stored scale: to 7.5 scales 
 
 Several candidates are quantized and compared, and each group keeps the first one that gives the stored bits. A group
 for which there is none keeps its dequantized values. Such a group has no preimage, because quantization puts a code at
-the end of the grid, and GPTQ and AWQ need not. The only other case are asymmetric groups with float32 scales whose
-range ends within an ulp of a tie.
+the end of the grid, and GPTQ and AWQ need not. The only other groups without a preimage are asymmetric, with a float32
+scale and a range that ends within an ulp of a tie.
 
 Codes are float32 [G, size], scales and zero points [G, 1]. Functions return the master, float32 [G, size], and whether
 each group has a preimage, bool [G].

@@ -71,10 +71,10 @@ def asymmetric(groups: Tensor, grid: Grid, scale_dtype: torch.dtype) -> tuple[Te
 
 
 def integers(scaled: Tensor, grid: Grid) -> Tensor:
-    """Round scaled values to int8 codes. Overwrites its input."""
+    """Round scaled values, float32 of any shape, to int8 codes. Overwrites its input."""
     return scaled.clamp_(grid.lowest, grid.highest).round_().to(torch.int8)
 
 
 def e4m3(scaled: Tensor) -> Tensor:
-    """Round scaled values to float8_e4m3fn codes. Overwrites its input."""
+    """Round scaled values, float32 of any shape, to float8_e4m3fn codes. Overwrites its input."""
     return scaled.add_(0.0).clamp_(FP8.lowest, FP8.highest).to(torch.float8_e4m3fn)
