@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import compress, pairwise
 from typing import NamedTuple
@@ -126,6 +126,16 @@ class Batch:
             if column is not None:
                 column.share(ranks)
 
+    @property
+    def served(self) -> Batch:
+        """The batch without recorded sets and experts, for the sampler's arithmetic if the learner has another.
+
+        With those of the learner (`truncation_set: replay`, `routing: replay_learner`), log-probs would differ from the
+        sampler's although no weight has changed.
+        """
+        recorded = self.kept is not None or self.chosen is not None
+        return replace(self, kept=None, chosen=None) if recorded else self
+
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
         """Return the responses `indices` as a part, read on `device` (default: the batch's)."""
         return Part(self, tuple(indices), self.device if device is None else device)
@@ -182,6 +192,11 @@ class Part:
     def written(self) -> list[list[bool]] | None:
         """Whether the policy wrote each token of the responses; None: all."""
         return None if self.batch.written is None else [self.batch.written[i] for i in self.indices]
+
+    @property
+    def served(self) -> Part:
+        """The part for forwards in the sampler's arithmetic; see `Batch.served`."""
+        return replace(self, batch=self.batch.served)
 
     @property
     def stale(self) -> bool:

@@ -142,9 +142,10 @@ class Passes:
         clipped = None if one.clip is None else self._clipped(one.clip)
         for number, part in enumerate(self.parts):
             weights = self.policy.shadow if one.score else self.policy.weights
+            how = part.served if one.score and not self.policy.aligned else part
             with torch.enable_grad():
-                arguments = part.prompts, part.responses, part.truncation(self.truncation), self.chunk
-                logp, _ = self.policy.logprobs(*arguments, routes=part.routes, weights=weights, written=part.written)
+                arguments = part.prompts, part.responses, how.truncation(self.truncation), self.chunk
+                logp, _ = self.policy.logprobs(*arguments, routes=how.routes, weights=weights, written=part.written)
                 if len(self.logp[one.score]) == number:
                     self.logp[one.score].append(logp.detach())
                 ratio, _ = clamped_exp(self._ratio(number, one.ratio))
@@ -195,7 +196,8 @@ def trained_gram(
         now, shadow = backward(part, clean), None
         old = part.logp_old if part.batch.logp_old.known(part) else now  # known: computed before the first update
         if objective.needs.shadow:
-            how = part.truncation(passes.truncation), passes.chunk, part.routes, part.written
+            served = part if policy.aligned else part.served
+            how = served.truncation(passes.truncation), passes.chunk, served.routes, part.written
             shadow = policy.frozen_logprobs(policy.shadow, part.prompts, part.responses, *how)
         seen.append(TokenLogProbs(now, old, part.logp_sampler, shadow))
     reference = [None if g is None else g.cpu() for g in sums.take()]

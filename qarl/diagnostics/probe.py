@@ -7,7 +7,7 @@ bitwise the same with and without it.
 from __future__ import annotations
 
 from collections.abc import Collection, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from qarl_kernels.logprob import Truncation
@@ -186,7 +186,8 @@ class Probe(Observer):
         if before is None:  # an aligned learner's own log-probs at the snapshot
             before = whole.logp_old
         updates = self.policy.version - batch.version
-        after = self._logps_of_all(self._served(batch), self.policy.shadow) if updates else before
+        served = batch if self.policy.aligned else batch.served
+        after = self._logps_of_all(served, self.policy.shadow) if updates else before
         metrics = deployed_metrics(before, after, whole.advantages, whole.segments)
         if updates:  # the study takes one optimizer step per batch
             metrics["deployed/improvement_per_update"] = metrics["deployed/improvement"] / updates
@@ -195,17 +196,7 @@ class Probe(Observer):
     def _shadow_at(self, part: Part, logps: TokenLogProbs) -> Tensor:
         if logps.logp_shadow is not None:
             return logps.logp_shadow
-        if self.policy.aligned:
-            return logps.logp
-        return self._logps(replace(part, batch=self._served(part.batch)), self.policy.shadow)
-
-    def _served(self, batch: Batch) -> Batch:
-        """Return the batch for forwards in the sampler's arithmetic.
-
-        They use the sampler's own truncated sets and experts. With those that a learner of another arithmetic recorded
-        (truncation_set: replay, routing: replay_learner), log-probs would differ although no weight has changed.
-        """
-        return batch if self.policy.aligned else replace(batch, kept=None, chosen=None)
+        return logps.logp if self.policy.aligned else self._logps(part.served, self.policy.shadow)
 
     def _logps_of_all(self, batch: Batch, weights: WeightSet) -> Tensor:
         """Log-probs of all responses under a weight set, such as the shadow's: (T,) on the CPU."""

@@ -235,7 +235,7 @@ class Learner:
         if self.policy.aligned:
             return logp.detach()
         self.totals.forward_tokens += part.forward_tokens
-        return self._frozen(self.policy.shadow, part)
+        return self._frozen(self.policy.shadow, part.served)
 
     def reference(self, part: Part) -> Tensor:
         """Return log-probs of the reference policy, (T,); one forward per response and step."""

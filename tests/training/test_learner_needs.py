@@ -58,14 +58,12 @@ def test_micro_batches_of_every_need_add_up_to_the_minibatch(llama, need):
         assert {key: metrics[key] for key in expected} == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
-def test_the_shadow_ratio_starts_from_the_samplers_own_log_probs(llama):
-    run = parts(
-        llama,
-        **UNALIGNED,
-        objective={"name": "grpo", "ratio": "shadow"},
-        optim={"lr": 1e-2},
-        train={"minibatch_size": 16, "epochs": 2},
-    )
+@pytest.mark.parametrize("sets, routing", [("own", "own"), ("replay", "own"), ("own", "replay_learner")])
+def test_the_shadow_ratio_starts_from_the_samplers_own_log_probs(tiny_model, sets, routing):
+    model = tiny_model("llama" if routing == "own" else "qwen3_moe")
+    sampled = {"rollout": {"top_p": 0.6}, "objective": {"name": "grpo", "ratio": "shadow", "truncation_set": sets}}
+    sampled |= UNALIGNED | {"model": {"routing": routing}}
+    run = parts(model, **sampled, optim={"lr": 1e-2}, train={"minibatch_size": 16, "epochs": 2})
     seen = logps_seen(run)
     run.learn(live(run))
     (first, _), (second, _) = seen
