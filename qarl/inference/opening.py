@@ -7,20 +7,21 @@ from dataclasses import dataclass, replace
 
 import torch
 from qarl_formats.weight import LowBitWeight
+from qarl_kernels.divergence import Divergence
 from qarl_kernels.logprob import Truncation
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
-from qarl.config import RolloutConfig
-from qarl.config.architecture import FAMILIES
+from qarl.config import Config, RolloutConfig
 from qarl.config.quant import OF_TRAINING, scheme_of
 from qarl.errors import UserError
 from qarl.inference.export_record import ExportRecord
 from qarl.inference.masters import Masters, digest_of, open_masters
-from qarl.inference.target import Target
+from qarl.inference.target import Target, resolve_target
 from qarl.policy.device import DTYPES, pick_device
 from qarl.policy.load import load_tokenizer, model_weights
 from qarl.policy.load_config import (
+    context_length,
     load_generation_config,
     load_model_config,
     plain_config,
@@ -29,8 +30,10 @@ from qarl.policy.load_config import (
 from qarl.policy.policy import Policy
 from qarl.policy.skeleton import skeleton
 from qarl.policy.stored_weights import StoredWeights
+from qarl.policy.teacher import Teacher
 from qarl.rollout.engine import SamplingParams
 from qarl.rollout.native.engine import NativeEngine
+from qarl.terminal.run_console import RunConsole
 from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 
 
@@ -67,12 +70,7 @@ def context_of(target: Target) -> int:
 
     Raises UserError if the model's configuration does not state it.
     """
-    limit = getattr(load_model_config(target.model), "max_position_embeddings", None)
-    if limit is None:
-        raise UserError(
-            f"{target.name}: its configuration has no max_position_embeddings; use a model of {', '.join(FAMILIES)}"
-        )
-    return min(limit, (target.run and target.run.model.max_length) or limit)
+    return context_length(target.model, target.name, None if target.run is None else target.run.model.max_length)
 
 
 def open_policy(
@@ -130,6 +128,34 @@ def open_frozen(
     limit = max_length or (target.run.model.max_length if target.run else None)
     policy = Policy(skeleton(config), scheme_of(target.quant), target.quant, dtype, where, limit, snapshot)
     return policy, generation
+
+
+def open_teacher(config: Config, device: torch.device, context: int, console: RunConsole) -> Teacher | None:
+    """Open the teacher of `objective.teacher` without master weights; None if there is none.
+
+    Args:
+        config: Configuration of the run.
+        device: Device of the learner.
+        context: Longest sequence of prompt and response in tokens.
+        console: Shows progress.
+
+    Raises:
+        UserError: The teacher cannot be read.
+    """
+    section = config.objective.teacher
+    if section is None:
+        return None
+    try:
+        with console.phase("teacher"):
+            target = resolve_target(section.path)
+            if target.kind == "model":
+                target = replace(target, model=target.model.model_copy(update={"dtype": section.dtype}))
+            policy, _ = open_frozen(target, device.type, min(context, context_of(target)))
+    except UserError as error:
+        raise UserError(f"objective.teacher.path: {error}") from error
+    assert section.loss is not None, "resolved"
+    divergence = Divergence(section.loss, section.beta, section.temperature, section.top_k)
+    return Teacher(policy, divergence, policy.current.manifest().digest())
 
 
 def snapshot_of(target: Target, masters: Masters, dtype: torch.dtype, device: torch.device | str = "cpu") -> Snapshot:

@@ -9,7 +9,7 @@ import transformers
 from transformers import AutoConfig, GenerationConfig, PreTrainedTokenizerBase
 
 from qarl.config import ModelConfig
-from qarl.config.architecture import Architecture, UnknownFamily, read_config_json, read_gguf
+from qarl.config.architecture import FAMILIES, Architecture, UnknownFamily, read_config_json, read_gguf
 from qarl.config.model_schema import StopTokens, valid
 from qarl.errors import UserError
 from qarl.inputs.json import read_json_object
@@ -46,6 +46,19 @@ def load_model_config(config: ModelConfig) -> transformers.PretrainedConfig:
     if source.gguf_file is not None:
         return copy.deepcopy(_gguf_config(config, source, source.gguf_path().stat().st_mtime_ns))
     return from_pretrained(config, "config", AutoConfig.from_pretrained, source)
+
+
+def context_length(config: ModelConfig, place: str, limit: int | None = None) -> int:
+    """Return the context length in tokens, at most `limit`.
+
+    Raises UserError, which begins with `place`, if the model's configuration does not state it.
+    """
+    own: int | None = getattr(load_model_config(config), "max_position_embeddings", None)
+    if own is None:
+        raise UserError(
+            f"{place}: its configuration has no max_position_embeddings; use a model of {', '.join(FAMILIES)}"
+        )
+    return min(own, limit or own)
 
 
 @functools.cache  # if the conversion cannot be kept, each call would parse the header for seconds

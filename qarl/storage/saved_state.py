@@ -8,10 +8,13 @@ from typing import Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
+from qarl.config import Config
+from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Count, Record, Sha256, checked
+from qarl.storage.names import checkpoint_steps, step_name
 
 Digests = dict[str, dict[str, Sha256]]  # inputs of a run: model, reward, objective -> part -> SHA-256
 ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json -> dotted field -> resolved value
@@ -90,6 +93,22 @@ def started_at(checkpoint: Path | None) -> datetime | None:
         return datetime.fromisoformat(read_json_object(checkpoint / "state.json", nonfinite=True)["started"])
     except (Unreadable, LookupError, TypeError, ValueError):
         return None
+
+
+def first_start(config: Config, ranks: Ranks) -> datetime:
+    """Return the local time of the run's first start, which its chat templates use as the current time. A collective.
+
+    Every checkpoint of a run records the same time, so a damaged one is read too. A run without a checkpoint takes the
+    current time of rank 0.
+    """
+    resume, folder = config.checkpoint.resume, config.run_dir / "checkpoints"
+    found = [folder / step_name(step) for step in reversed(checkpoint_steps(folder))] if resume == "auto" else []
+    if resume not in ("auto", "never"):
+        found = [Path(resume).expanduser()]
+    times = (started_at(checkpoint) for checkpoint in found if ranks.first)
+    recorded = next((time for time in times if time is not None), None)
+    first = ranks.gather((recorded or datetime.now()).isoformat())[0]
+    return datetime.fromisoformat(first)
 
 
 class Inputs(NamedTuple):

@@ -5,17 +5,15 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from qarl_kernels.divergence import Divergence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from qarl.config import Config
@@ -28,43 +26,40 @@ from qarl.data.calibration import calibration_sequences
 from qarl.data.conversation import uses_time
 from qarl.data.examples import ExampleReport, build_examples
 from qarl.diagnostics.backward import require_fp8_backward
+from qarl.distributed.exchange import GroupExchange
+from qarl.distributed.group import Group
 from qarl.distributed.ranks import Ranks, SingleProcess
 from qarl.distributed.together import together
 from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.inference.masters import verify_base
-from qarl.memory.activations import Device
-from qarl.memory.estimate import update_bytes
+from qarl.inference.opening import open_teacher
 from qarl.policy.device import DTYPES
 from qarl.policy.load import load_model, load_tokenizer
-from qarl.policy.load_config import load_architecture, load_generation_config, load_model_config, stop_token_ids
+from qarl.policy.load_config import context_length, load_architecture, load_generation_config, stop_token_ids
 from qarl.policy.policy import Policy
 from qarl.policy.starting_codes import replace_masters
-from qarl.policy.teacher import Teacher
 from qarl.rewards import RewardPool
+from qarl.rollout.asynchronous.engine import AsyncEngine
 from qarl.rollout.engine import RolloutEngine, SamplingParams, truncation_of
-from qarl.rollout.native.engine import NativeEngine
-from qarl.rollout.shared import Headroom, NoSampler, ranks_headroom
-from qarl.storage.names import checkpoint_steps, step_name
-from qarl.storage.saved_state import Inputs, started_at
+from qarl.rollout.vllm.launch import require_vllm
+from qarl.storage.saved_state import Inputs, first_start
 from qarl.terminal.run_console import RunConsole
+from qarl.training.engine_setup import build_engine, build_source, has_sampler, prelaunch, start_async
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
-from qarl.training.local_engine import GivenResponses, LocalEngine, ReplayEngine
+from qarl.training.local_engine import LocalEngine
 from qarl.training.optim import round_masters
 from qarl.training.periodic_evaluation import TrainingEvaluation, load_training_tasks
 from qarl.training.quantized_start import compare_start
+from qarl.training.row_setup import build_rows
 from qarl.training.run_identity import input_digests, require_same_inputs, shared_tensors_digest, tensors_digest
 from qarl.training.trackers import require_trackers
 from qarl.training.updates import LocalUpdates, Updates
+from qarl.training.zero_updates import build_zero
 from qarl.types import Prompt
 from qarl.utils.machine import keep_freed_memory
 from qarl.utils.text import visible
-
-if TYPE_CHECKING:
-    from qarl.rollout.asynchronous.engine import AsyncEngine
-    from qarl.rollout.asynchronous.process import AsyncProcess
-    from qarl.rollout.vllm.process import Sampler
 
 ALONE = SingleProcess()
 
@@ -91,22 +86,6 @@ class Run:
         with ExitStack() as parts:
             for part in (self.evaluation, self.rewards, self.engine):  # in reverse: the engine uses the rewards
                 parts.callback(part.close)
-
-
-def first_start(config: Config, ranks: Ranks) -> datetime:
-    """Return the local time of the run's first start, which its chat templates use as the current time. A collective.
-
-    Every checkpoint of a run records the same time, so a damaged one is read too. A run without a checkpoint takes the
-    current time of rank 0.
-    """
-    resume, folder = config.checkpoint.resume, config.run_dir / "checkpoints"
-    found = [folder / step_name(step) for step in reversed(checkpoint_steps(folder))] if resume == "auto" else []
-    if resume not in ("auto", "never"):
-        found = [Path(resume).expanduser()]
-    times = (started_at(checkpoint) for checkpoint in found if ranks.first)
-    recorded = next((time for time in times if time is not None), None)
-    first = ranks.gather((recorded or datetime.now()).isoformat())[0]
-    return datetime.fromisoformat(first)
 
 
 def set_determinism(config: Config) -> None:
@@ -146,8 +125,8 @@ def build_run(
     run_dir, prelaunched, async_process = rewards_log.parent, None, None
     try:
         require_same_inputs(ranks, config, data.inputs, data.stream, data.tasks)
-        prelaunched = _prelaunch_sampler(config, device, run_dir, ranks)
-        async_process = together(ranks, lambda: _async_process(config, device, run_dir, ranks))
+        prelaunched = prelaunch(config, device, run_dir, ranks)
+        async_process = together(ranks, lambda: start_async(config, device, run_dir, ranks))
         poll = partial(together, ranks, lambda: None if prelaunched is None else prelaunched.raise_if_ended())
         if ranks.count == 1:
             policy, updates, weights = _build_single_process(config, device, console, data, poll)
@@ -158,25 +137,14 @@ def build_run(
         if line := together(ranks, lambda: compare_start(config, policy.current) if ranks.first else None):
             console.message(line)
         policy.decoder.recompute = config.train.recompute
-        sampling = build_sampling(config, policy, data.tokenizer)
+        tokenizer, prompts = data.tokenizer, data.prompts
+        sampling = build_sampling(config, policy, tokenizer)
         warn = console.warn if ranks.first else partial(_warn, ranks.rank)
-        source: AsyncEngine | LocalEngine | None = None
-        if config.given:
-            source = GivenResponses(config, policy, data.tokenizer, data.stream)
-        elif config.rollout.replay is not None:
-            source = ReplayEngine(config, policy, data.tokenizer, data.prompts, data.stream, rewards, sampling)
-        elif async_process is not None:
-            from qarl.rollout.asynchronous.engine import AsyncEngine
-
-            shared = data.tokenizer, data.prompts, data.stream, rewards, sampling
-            source = AsyncEngine(config, policy, *shared, run_dir, warn, async_process, ranks)
+        source = build_source(
+            config, policy, tokenizer, prompts, data.stream, rewards, sampling, run_dir, warn, async_process, ranks
+        )
         engine: RolloutEngine = source or together(
-            ranks,
-            lambda: (
-                build_engine(config, policy, data.tokenizer, data.prompts, run_dir, warn, prelaunched, ranks)
-                if _has_sampler(config, ranks)
-                else NoSampler(policy.sampler, _headroom(config, device, ranks))
-            ),
+            ranks, lambda: build_engine(config, policy, tokenizer, prompts, run_dir, warn, prelaunched, ranks)
         )
         teacher = together(ranks, lambda: open_teacher(config, device, data.context, console))
         if teacher is not None:
@@ -195,7 +163,7 @@ def build_run(
         raise
     return Run(
         policy,
-        data.tokenizer,
+        tokenizer,
         updates,
         learner,
         engine,
@@ -204,7 +172,7 @@ def build_run(
         sampling,
         evaluation,
         inputs,
-        started.isoformat() if uses_time(data.tokenizer) else None,
+        started.isoformat() if uses_time(tokenizer) else None,
         source,
     )
 
@@ -248,18 +216,10 @@ def _open_data(
     verify_base(config.model, ranks.rank, ranks.count)
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
-        limit = getattr(load_model_config(config.model), "max_position_embeddings", None)
-        if limit is None:
-            raise UserError(
-                f"model.path: '{config.model.path}' does not state max_position_embeddings; supported "
-                "families are Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE, Qwen3-MoE and OLMoE"
-            )
-        context = min(config.model.max_length or limit, limit)
+        context = context_length(config.model, f"model.path: '{config.model.path}'", config.model.max_length)
         shape = load_architecture(config.model)
         require_mixture(config, shape)
-        if config.rollout.engine == "vllm" and _has_sampler(config, ranks):
-            from qarl.rollout.vllm.launch import require_vllm
-
+        if config.rollout.engine == "vllm" and has_sampler(config, ranks):
             require_vllm(config, device, context, shape)
         vocabulary = shape.vocab_size if shape else None
         longest = config.rollout.max_response_length
@@ -335,17 +295,11 @@ def _build_sharded(
     config: Config, device: torch.device, console: RunConsole, data: _Data, ranks: Ranks, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
     """Build the same as `_build_single_process` on several ranks, each with its rows or its DeepSpeed partition."""
-    from qarl.distributed.exchange import GroupExchange
-    from qarl.distributed.group import Group
-    from qarl.training.row_setup import build_rows
-
     assert isinstance(ranks, Group) and ranks.tensors is not None, "several ranks are a group"
     policy: Policy
     updates: Updates
     with console.phase("model"):
         if config.distributed.engine == "deepspeed":
-            from qarl.training.zero_updates import build_zero
-
             policy, updates = build_zero(config, device, data.context, ranks)
         else:
             exchange = GroupExchange(ranks.tensors, ranks.rank, ranks.count, device)
@@ -360,37 +314,6 @@ def _build_sharded(
 def _warn(rank: int, line: str) -> None:
     """Print a warning of a rank other than the first; the console of such a rank is silent."""
     print(f"rank {rank}: {visible(line)}", file=sys.stderr, flush=True)
-
-
-def open_teacher(config: Config, device: torch.device, context: int, console: RunConsole) -> Teacher | None:
-    """Open the teacher of `objective.teacher` without master weights; None if there is none.
-
-    Args:
-        config: Configuration of the run.
-        device: Device of the learner.
-        context: Longest sequence of prompt and response in tokens.
-        console: Shows progress.
-
-    Raises:
-        UserError: The teacher cannot be read.
-    """
-    section = config.objective.teacher
-    if section is None:
-        return None
-    from qarl.inference.opening import context_of, open_frozen
-    from qarl.inference.target import resolve_target
-
-    try:
-        with console.phase("teacher"):
-            target = resolve_target(section.path)
-            if target.kind == "model":
-                target = replace(target, model=target.model.model_copy(update={"dtype": section.dtype}))
-            policy, _ = open_frozen(target, device.type, min(context, context_of(target)))
-    except UserError as error:
-        raise UserError(f"objective.teacher.path: {error}") from error
-    assert section.loss is not None, "resolved"
-    divergence = Divergence(section.loss, section.beta, section.temperature, section.top_k)
-    return Teacher(policy, divergence, policy.current.manifest().digest())
 
 
 def build_policy(config: Config, model: PreTrainedModel, device: torch.device, max_length: int | None = None) -> Policy:
@@ -421,77 +344,6 @@ def require_mixture(config: Config, shape: Architecture | None) -> None:
     """Raise UserError if experts are requested that the model does not have. shape: None if its family is unknown."""
     for fault in () if shape is None or shape.mixture else mixture_faults(config):
         raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
-
-
-def _has_sampler(config: Config, ranks: Ranks) -> bool:
-    """Return whether this rank has a sampler."""
-    return ranks.rank in config.rollout.samplers(ranks.count)
-
-
-def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | None:
-    """Return the memory headroom of GPUs that learners and samplers of several ranks share, else None."""
-    if not config.rollout.spans or ranks.count == 1:
-        return None
-    return ranks_headroom(device, ranks, config.rollout.vllm.tensor_parallel)
-
-
-def _prelaunch_sampler(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> Sampler | None:
-    if config.rollout.engine != "vllm" or config.rollout.asynchronous is not None or not _has_sampler(config, ranks):
-        return None
-    from qarl.rollout.vllm.launch import prelaunch_sampler
-
-    return prelaunch_sampler(config, device, run_dir)
-
-
-def _async_process(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> AsyncProcess | None:
-    """Start the sampler's process of asynchronous rollouts, so that it imports while the policy is loaded."""
-    if config.rollout.asynchronous is None or config.rollout.replay is not None:
-        return None
-    from qarl.rollout.asynchronous.connection import sampler_gpu
-    from qarl.rollout.asynchronous.process import AsyncProcess
-
-    return AsyncProcess(config, device, sampler_gpu(config, device, ranks), run_dir)
-
-
-def build_engine(
-    config: Config,
-    policy: Policy,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    run_dir: Path,
-    warn: Callable[[str], None],
-    prelaunched: Sampler | None,
-    ranks: Ranks,
-) -> RolloutEngine:
-    """Build the engine of `rollout.engine`. It samples only after its first publish.
-
-    Args:
-        config: Configuration of the run.
-        policy: The learner's policy.
-        tokenizer: Tokenizer of the model.
-        prompts: Prompts of the data; the publish canary uses some of them.
-        run_dir: Directory of the sampler's logs.
-        warn: Called with one line per warning.
-        prelaunched: A started sampler process, owned by the engine from now on.
-        ranks: Ranks that publish at the same time.
-
-    Raises:
-        UserError: vLLM does not start.
-    """
-    if config.rollout.engine == "native":
-        return NativeEngine(policy.sampler, tokenizer, config.rollout)
-    from qarl.rollout.vllm.engine import VLLMEngine
-    from qarl.weight_sync.canary import canary_of
-    from qarl.weight_sync.sender import WeightSender
-
-    canary = canary_of([prompt.token_ids for prompt in prompts], policy.max_length)
-    layout = policy.sampler.layout
-    weights = WeightSender(layout, tokenizer, policy.sampler, canary, warn, exact=config.rollout.numerics == "exact")
-    shape = load_architecture(config.model)
-    device: Device = "cuda" if layout.device.type == "cuda" else "cpu"
-    beside = None if shape is None else update_bytes(config, shape, device, ranks.count)
-    headroom = _headroom(config, layout.device, ranks)
-    return VLLMEngine(config, layout, tokenizer, weights, run_dir, warn, prelaunched, ranks.poll, beside, headroom)
 
 
 def build_sampling(config: Config, policy: Policy, tokenizer: PreTrainedTokenizerBase) -> SamplingParams:

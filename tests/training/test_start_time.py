@@ -13,8 +13,7 @@ from qarl.config import Config
 from qarl.inference.generate import GenerateOptions, render
 from qarl.inference.target import resolve_target
 from qarl.policy.load import load_tokenizer
-from qarl.storage.saved_state import started_at
-from qarl.training.setup import first_start
+from qarl.storage.saved_state import first_start, started_at
 
 DATED = (
     "[{{ strftime_now('%d %b %Y %H:%M:%S.%f') }}]{% for m in messages %}<|{{ m.role }}|>{{ m.content }}\n{% endfor %}"

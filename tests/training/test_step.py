@@ -136,8 +136,8 @@ def test_a_failed_build_closes_every_part_and_raises_the_first_error(llama, tmp_
     data = SimpleNamespace(inputs=None, stream=None, tasks=[])
     monkeypatch.setattr(setup, "_open_data", lambda *_: (data, part("rewards"), part("task rewards")))
     monkeypatch.setattr(setup, "require_same_inputs", lambda *_: None)
-    monkeypatch.setattr(setup, "_prelaunch_sampler", lambda *_: part("sampler"))
-    monkeypatch.setattr(setup, "_async_process", Mock(side_effect=UserError("data of the ranks differ")))
+    monkeypatch.setattr(setup, "prelaunch", lambda *_: part("sampler"))
+    monkeypatch.setattr(setup, "start_async", Mock(side_effect=UserError("data of the ranks differ")))
     config = Config.model_validate(settings(llama, checkpoint={"resume": "never"}))
     with pytest.raises(UserError, match="data of the ranks differ"):
         setup.build_run(config, torch.device("cpu"), RunConsole("none"), tmp_path / "rewards.log")

@@ -16,13 +16,14 @@ from qarl.batch.batch import build_batch
 from qarl.batch.observer import Observer
 from qarl.config import Config
 from qarl.distributed.ranks import SingleProcess
+from qarl.inference.opening import open_teacher
 from qarl.memory.sizes import decide_sizes
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.terminal.run_console import RunConsole
 from qarl.training.held_out import HeldOut
 from qarl.training.learner import Learner
 from qarl.training.local_engine import GivenResponses
-from qarl.training.setup import build_policy, build_sampling, open_teacher
+from qarl.training.setup import build_policy, build_sampling
 from qarl.training.step import learn
 from qarl.training.updates import LocalUpdates
 from qarl.types import GivenResponse, Prompt
