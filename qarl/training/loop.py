@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,11 +23,10 @@ from qarl.policy.device import rank_device
 from qarl.policy.load_config import load_architecture
 from qarl.rollout.shared import publish_together
 from qarl.storage.disk import disk_errors
-from qarl.storage.names import checkpoint_steps
 from qarl.storage.rundir import RunDirectory, begun_configuration
 from qarl.storage.runs import METRICS, read_metrics
 from qarl.terminal.noise import quiet_libraries, rewards_logged
-from qarl.terminal.run_console import RunConsole, StepDisplay
+from qarl.terminal.run_console import RunConsole, StepDisplay, next_commands
 from qarl.training.alarms import Alarms, idle_correction
 from qarl.training.checkpoint_manager import CheckpointManager, refuse_vanished
 from qarl.training.interrupt import InterruptGuard, SafePoints
@@ -318,44 +314,3 @@ class Loop:
         self.console.step(step, metrics)
         if self.ranks.first:
             self.alarms.step(step, metrics)
-
-
-def next_commands(config: Config, ranks: int) -> list[tuple[str, str]]:
-    """Return suggested commands after a finished run: (purpose, shell command).
-
-    Args:
-        config: Configuration of the run.
-        ranks: Number of ranks of the run.
-    """
-    directory = shlex.quote(str(config.run_dir))
-    # Use the path next to this Python if a program is not on PATH, as with a .venv that is not activated.
-    programs = Path(sys.executable).parent
-    with suppress(FileNotFoundError):  # the working directory may have been removed during the run
-        if programs.is_relative_to(Path.cwd()):
-            programs = programs.relative_to(Path.cwd())
-    python, board, qarl = (
-        n if shutil.which(n) else shlex.quote(str(programs / n)) for n in ("python", "tensorboard", "qarl")
-    )
-    commands = []
-    last = config.train.steps - config.train.steps % config.logging.rollouts_every
-    if last and not config.given:
-        answers = f"{directory}/rollouts/{last:06d}.jsonl"
-        commands.append(("to read its answers:", f"{python} -m json.tool --json-lines {answers}"))
-    if config.logging.tensorboard:
-        commands.append(("to see its curves:", f"{board} --logdir {directory}/tensorboard"))
-    commands.append(("to see it on a page:", f"{qarl} report {directory}"))
-    if checkpoint_steps(config.run_dir / "checkpoints"):
-        commands.append(("to export it:", f"{qarl} export {directory}"))
-    other = _other_scheme(config)
-    out = shlex.quote(f"{config.run_dir}-compare")
-    schemes = f"--schemes {config.quant.scheme},{other} --reuse {directory} --out {out}"
-    commands.append((f"to compare with {other}:", f"{qarl} compare {directory}/config.yaml {schemes}"))
-    on_ranks = f" --nproc {ranks}" if ranks > 1 else ""
-    more = f"{qarl} train {directory}/config.yaml train.steps={2 * config.train.steps}{on_ranks}"
-    return [*commands, ("to train it further:", more)]
-
-
-def _other_scheme(config: Config) -> str:
-    """Return a scheme to compare a run with: bf16, or an 8-bit scheme if the run is bf16 or needs quantization."""
-    unquantized = config.quant.scheme != "bf16" and config.quant.learner != "fake_quant"
-    return "bf16" if unquantized else "fp8" if config.quant.scheme == "w8a8" else "w8a8"
