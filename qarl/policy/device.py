@@ -1,4 +1,4 @@
-"""Resolves `model.device` and `model.dtype`, and decides whether to use Triton kernels."""
+"""Resolves `model.device` and `model.dtype`, and decides which algorithms of torch and which kernels run."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def rank_device(name: str) -> torch.device:
     if own.local >= gpus:
         raise UserError(f"LOCAL_RANK: {own.local}, but torch sees only {gpus} GPUs; start at most one rank per GPU")
     return device
+
+
+def select_algorithms(deterministic: bool) -> None:
+    """Select torch's deterministic algorithms, where it has them, or its fastest ones."""
+    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def use_kernels(quant: QuantConfig, scheme: Scheme, dtype: torch.dtype, device: torch.device) -> bool:

@@ -34,7 +34,7 @@ from qarl.errors import UserError
 from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.inference.masters import verify_base
 from qarl.inference.opening import open_teacher
-from qarl.policy.device import DTYPES
+from qarl.policy.device import DTYPES, select_algorithms
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.policy.load_config import context_length, load_architecture, load_generation_config, stop_token_ids
 from qarl.policy.policy import Policy
@@ -98,9 +98,7 @@ def set_determinism(config: Config) -> None:
         torch.set_num_threads(config.train.threads)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
-    torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
-    # Filling every new tensor with NaN costs a pass over it; nothing here reads memory it did not write.
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    select_algorithms(config.train.deterministic)
 
 
 def build_run(

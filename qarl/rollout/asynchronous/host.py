@@ -26,7 +26,7 @@ import torch
 from qarl.config import Config
 from qarl.config.quant import scheme_of
 from qarl.config.yaml_io import parse_yaml
-from qarl.policy.device import DTYPES
+from qarl.policy.device import DTYPES, select_algorithms
 from qarl.policy.load import load_tokenizer
 from qarl.policy.load_config import load_generation_config, load_model_config, plain_config
 from qarl.policy.sampler import Sampler
@@ -63,8 +63,7 @@ class NativeHost:
         self.device = torch.device(settings.device)
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
-        torch.use_deterministic_algorithms(config.train.deterministic, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        select_algorithms(config.train.deterministic)
         self.tokenizer = load_tokenizer(config.model)
         self._build()
         self.generation: Generation | None = None
