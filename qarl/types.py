@@ -80,6 +80,16 @@ class Rollout:
     written: list[bool] | None = None
     versions: list[int] | None = None
 
+    @property
+    def token_versions(self) -> list[int]:
+        """Version of the policy that sampled each token."""
+        return self.versions or [self.version] * len(self.token_ids)
+
+
+def mixed_versions(versions: list[int]) -> list[int] | None:
+    """Return `Rollout.versions` of tokens that were sampled by these versions."""
+    return versions if len(set(versions)) > 1 else None
+
 
 @dataclass(frozen=True)
 class TrainResult:

@@ -420,7 +420,7 @@ def build_batch(
     assert fits, f"rollouts of policy versions {sorted(sampled_at)} for a learner at version {version}"
     versions: list[list[int] | None] | None = None
     if stale and sampled_at != {version}:
-        every = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
+        every = [r.token_versions for r in rollouts]
         versions = [None if set(own) == {version} else own for own in every]
     routing = [r.routing for r in rollouts if r.routing is not None]
     if len(routing) < len(rollouts) and (replays or routing):

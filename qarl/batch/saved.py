@@ -1,7 +1,8 @@
-"""Read the saved rollouts of a step, RUN/rollouts/NNNNNN.safetensors, and choose a step to diagnose."""
+"""The saved rollouts of a step, RUN/rollouts/NNNNNN.safetensors: their tensors, reading them, choosing a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qarl.batch.batch import own_tokens
+from qarl.batch.batch import CPU, Batch, own_tokens
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.objectives.segments import Segments
@@ -73,6 +74,61 @@ class SavedStep:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+
+def rollout_tensors(
+    batch: Batch,
+    rewards: list[float],
+    versions: list[list[int]] | None = None,
+    prompt_ids: Sequence[int] | None = None,
+) -> dict[str, Tensor]:
+    """Return the tensors of rollouts/NNNNNN.safetensors: R responses with T tokens in total, concatenated in order.
+
+    Args:
+        batch: The batch of the step.
+        rewards: Total reward per response.
+        versions: Policy version of each token, per response, if earlier versions sampled any of them.
+        prompt_ids: `Prompt.id` per response.
+
+    Returns:
+        prompt_lengths, response_lengths, groups   (R,) int32
+        prompt_ids                                 (R,) int64, if given
+        prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
+        advantages, rewards                        (R,) float32
+        logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
+        version                                    (1,) int64, policy version at the start of the step
+        versions                                   (T,) int64, if `versions` is given
+        written                                    (T,) uint8, if the policy did not write all tokens; log-probs
+                                                   then cover only the tokens it wrote
+        routing                                    (N, L, k) uint8 or int16, if the sampler reported its experts:
+                                                   prompt + response - 1 rows per response (`Rollout.routing`)
+    """
+    whole = batch.whole(CPU)
+
+    def integers(values: Iterable[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.int32)
+
+    extra = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
+    if batch.written is not None:
+        extra["written"] = torch.tensor([flag for response in batch.written for flag in response], dtype=torch.uint8)
+    if prompt_ids is not None:
+        extra["prompt_ids"] = torch.tensor(list(prompt_ids), dtype=torch.int64)
+    if versions is not None:
+        extra["versions"] = torch.tensor([version for own in versions for version in own])
+    return {
+        **extra,
+        "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),
+        "response_lengths": integers(len(response) for response in batch.responses),
+        "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),
+        "response_tokens": integers(token for response in batch.responses for token in response),
+        "groups": integers(batch.groups),
+        "logp_sampler": whole.logp_sampler,
+        "logp_old": whole.logp_old,
+        "logp": batch.logp.read(whole),
+        "advantages": batch.advantages.float(),
+        "rewards": torch.tensor(rewards, dtype=torch.float32),
+        "version": torch.tensor([batch.version]),
+    }
 
 
 def pick_step(run: Path, step: int | None) -> int:

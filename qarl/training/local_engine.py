@@ -24,7 +24,7 @@ from qarl.rollout.engine import SamplingParams, first_samples
 from qarl.rollout.native.engine import NativeEngine
 from qarl.rollout.sequence import Sequence as Response
 from qarl.rollout.stopping import Stopping
-from qarl.types import FinishReason, Prompt, Rollout
+from qarl.types import FinishReason, Prompt, Rollout, mixed_versions
 from qarl.weight_sync.snapshot import Snapshot
 
 Taken = tuple[list[Prompt], list[Rollout], RewardResult]
@@ -170,7 +170,6 @@ class ReplayEngine(LocalEngine):
         for i, (prompt, tokens) in enumerate(zip(repeated, saved.responses, strict=True)):
             response = Response(prompt, samples[i], np.empty(0), tokens)
             self._stopping.check(response)
-            mixed = versions[i] if len(set(versions[i])) > 1 else None
             rollouts.append(
                 Rollout(
                     prompt.id,
@@ -182,7 +181,7 @@ class ReplayEngine(LocalEngine):
                     self.sampling.seed + step,
                     response.text,
                     None if saved.routing is None else saved.routing[i],
-                    versions=mixed,
+                    versions=mixed_versions(versions[i]),
                 )
             )
         tick()

@@ -5,13 +5,11 @@ from __future__ import annotations
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from qarl.batch.batch import CPU, Batch
 from qarl.batch.observer import Observer, Phase
@@ -19,7 +17,7 @@ from qarl.diagnostics.error_tokens import error_token_metrics
 from qarl.diagnostics.mismatch import mismatch_metrics
 from qarl.distributed.ranks import Ranks
 from qarl.rewards import RewardResult
-from qarl.types import Prompt, Rollout
+from qarl.types import Rollout
 from qarl.utils.averages import deviation, mean
 from qarl.utils.threads import one_thread
 
@@ -185,87 +183,3 @@ def peak_memory_gib(device: torch.device) -> float:
         return int(peak.split()[1]) / 2**20
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def rollout_rows(
-    prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, batch: Batch
-) -> list[dict[str, Any]]:
-    """Return one record per response for rollouts/NNNNNN.jsonl."""
-    by_id = {p.id: p for p in prompts}
-    rows = []
-    for i, rollout in enumerate(rollouts):
-        gap = (batch.logp_old[i] - batch.logp_sampler[i]).abs()
-        rows.append(
-            {
-                "prompt_id": rollout.prompt_id,
-                "sample": rollout.sample,
-                "version": rollout.version,
-                "seed": rollout.seed,
-                "prompt": by_id[rollout.prompt_id].text,
-                "completion": rollout.text,
-                "finish_reason": rollout.finish_reason,
-                "reward": scores.total[i],
-                "rewards": {label: values[i] for label, values in scores.by_function.items()},
-                "advantage": float(batch.advantages[i]),
-                "tokens": len(rollout.token_ids),
-                "logp_sampler_mean": float(batch.logp_sampler[i].mean()),
-                "logp_old_mean": float(batch.logp_old[i].mean()),
-                "delta_abs_max": float(gap.max()),
-            }
-        )
-    return rows
-
-
-def rollout_tensors(
-    batch: Batch,
-    rewards: list[float],
-    versions: list[list[int]] | None = None,
-    prompt_ids: Sequence[int] | None = None,
-) -> dict[str, Tensor]:
-    """Return the tensors of rollouts/NNNNNN.safetensors: R responses with T tokens in total, concatenated in order.
-
-    Args:
-        batch: The batch of the step.
-        rewards: Total reward per response.
-        versions: Policy version of each token, per response, if earlier versions sampled any of them.
-        prompt_ids: `Prompt.id` per response.
-
-    Returns:
-        prompt_lengths, response_lengths, groups   (R,) int32
-        prompt_ids                                 (R,) int64, if given
-        prompt_tokens, response_tokens             (T,) int32; a prompt is repeated for each of its responses
-        advantages, rewards                        (R,) float32
-        logp_sampler, logp_old, logp               (T,) float32; logp is of the learner's last training forward
-        version                                    (1,) int64, policy version at the start of the step
-        versions                                   (T,) int64, if `versions` is given
-        written                                    (T,) uint8, if the policy did not write all tokens; log-probs
-                                                   then cover only the tokens it wrote
-        routing                                    (N, L, k) uint8 or int16, if the sampler reported its experts:
-                                                   prompt + response - 1 rows per response (`Rollout.routing`)
-    """
-    whole = batch.whole(CPU)
-
-    def integers(values: Iterable[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.int32)
-
-    extra = {} if batch.routing is None else {"routing": torch.cat(batch.routing)}
-    if batch.written is not None:
-        extra["written"] = torch.tensor([flag for response in batch.written for flag in response], dtype=torch.uint8)
-    if prompt_ids is not None:
-        extra["prompt_ids"] = torch.tensor(list(prompt_ids), dtype=torch.int64)
-    if versions is not None:
-        extra["versions"] = torch.tensor([version for own in versions for version in own])
-    return {
-        **extra,
-        "prompt_lengths": integers(len(prompt) for prompt in batch.prompts),
-        "response_lengths": integers(len(response) for response in batch.responses),
-        "prompt_tokens": integers(token for prompt in batch.prompts for token in prompt),
-        "response_tokens": integers(token for response in batch.responses for token in response),
-        "groups": integers(batch.groups),
-        "logp_sampler": whole.logp_sampler,
-        "logp_old": whole.logp_old,
-        "logp": batch.logp.read(whole),
-        "advantages": batch.advantages.float(),
-        "rewards": torch.tensor(rewards, dtype=torch.float32),
-        "version": torch.tensor([batch.version]),
-    }

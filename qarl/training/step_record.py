@@ -11,6 +11,7 @@ from torch import Tensor
 
 from qarl.batch.batch import Batch
 from qarl.batch.observer import Observer
+from qarl.batch.saved import rollout_tensors
 from qarl.diagnostics.crossings import Crossings, crossing_metrics, crossings, predicted_steps, sign_agreement
 from qarl.diagnostics.error_tokens import error_examples
 from qarl.diagnostics.probe import Probe
@@ -20,8 +21,6 @@ from qarl.training.metrics import (
     peak_memory_gib,
     response_metrics,
     reward_metrics,
-    rollout_rows,
-    rollout_tensors,
     token_metrics,
     truncation_bias_bound,
 )
@@ -124,7 +123,7 @@ class StepRecord(Observer):
             trace.rows = rollout_rows(prompts, rollouts, scores, batch)
             versions = None
             if any(version != batch.version for r in rollouts for version in r.versions or [r.version]):
-                versions = [r.versions or [r.version] * len(r.token_ids) for r in rollouts]
+                versions = [r.token_versions for r in rollouts]
             trace.tensors = rollout_tensors(batch, scores.total, versions, [r.prompt_id for r in rollouts])
         if probe.record:
             logp_sampler, decode, config = list(batch.logp_sampler), run.tokenizer.decode, run.learner.config
@@ -139,3 +138,32 @@ class StepRecord(Observer):
                 routing=run.learner.totals.routing.layers(),
             )
         return trace
+
+
+def rollout_rows(
+    prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, batch: Batch
+) -> list[dict[str, Any]]:
+    """Return one record per response for rollouts/NNNNNN.jsonl."""
+    by_id = {p.id: p for p in prompts}
+    rows = []
+    for i, rollout in enumerate(rollouts):
+        gap = (batch.logp_old[i] - batch.logp_sampler[i]).abs()
+        rows.append(
+            {
+                "prompt_id": rollout.prompt_id,
+                "sample": rollout.sample,
+                "version": rollout.version,
+                "seed": rollout.seed,
+                "prompt": by_id[rollout.prompt_id].text,
+                "completion": rollout.text,
+                "finish_reason": rollout.finish_reason,
+                "reward": scores.total[i],
+                "rewards": {label: values[i] for label, values in scores.by_function.items()},
+                "advantage": float(batch.advantages[i]),
+                "tokens": len(rollout.token_ids),
+                "logp_sampler_mean": float(batch.logp_sampler[i].mean()),
+                "logp_old_mean": float(batch.logp_old[i].mean()),
+                "delta_abs_max": float(gap.max()),
+            }
+        )
+    return rows

@@ -12,12 +12,11 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from qarl.batch.batch import build_batch
 from qarl.batch.columns import Column
-from qarl.batch.saved import read_rollouts
+from qarl.batch.saved import read_rollouts, rollout_tensors
 from qarl.errors import UserError
 from qarl.policy.attention import pack
 from qarl.policy.routes import RouterScores, Routes, numbers_of, recording, stored, unknown
 from qarl.rollout.shared import gather_rollouts
-from qarl.training.metrics import rollout_tensors
 from qarl.training.routing import RoutingTotals
 from qarl.types import Prompt, Rollout
 

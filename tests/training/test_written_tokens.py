@@ -10,10 +10,10 @@ from safetensors.torch import save_file
 from tiny_runs import Parts, parts
 
 from qarl.batch.batch import Batch, build_batch
-from qarl.batch.saved import read_rollouts
+from qarl.batch.saved import read_rollouts, rollout_tensors
 from qarl.errors import UserError
 from qarl.objectives.segments import Segments, Totals
-from qarl.training.metrics import rollout_tensors, token_metrics
+from qarl.training.metrics import token_metrics
 from qarl.types import Prompt, Rollout
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -414,7 +414,7 @@ class AsyncEngine(RolloutEngine):
         self._ready_groups = self._ready_groups if self._step_rollouts else ready
         self._step_rollouts += rollouts
         age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
-        ages = [age[version] for r in self._step_rollouts for version in r.versions or [r.version] * len(r.token_ids)]
+        ages = [age[version] for r in self._step_rollouts for version in r.token_versions]
         start, sampler_s, tokens, waited_s = self._at_step_start
         with self._queue.changed:
             self._at_last_take = time.monotonic(), self._connection.sampler_s, self._connection.tokens, self._waited_s

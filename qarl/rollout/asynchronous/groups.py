@@ -9,7 +9,7 @@ import torch
 
 from qarl.rewards import RewardResult
 from qarl.rollout.vllm.settings import Group, Partial
-from qarl.types import Prompt, Rollout
+from qarl.types import Prompt, Rollout, mixed_versions
 
 
 @dataclass(eq=False)
@@ -96,12 +96,10 @@ class PendingGroup:
         if routing is not None:
             dtype, shape, data = routing
             experts = torch.frombuffer(bytearray(data), dtype=getattr(torch, dtype)).view(shape)
-        mixed = versions if len(set(versions)) > 1 else None
-        last = versions[-1]
-        rollout = Rollout(
-            self.prompt.id, sample, tokens, logprobs, reason, last, self.seed, text, experts, versions=mixed
+        own = tokens, logprobs, reason, versions[-1]
+        self.rollouts[sample] = Rollout(
+            self.prompt.id, sample, *own, self.seed, text, experts, versions=mixed_versions(versions)
         )
-        self.rollouts[sample] = rollout
         self.partial.pop(sample, None)
 
 

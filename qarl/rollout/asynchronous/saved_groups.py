@@ -69,10 +69,8 @@ def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list
         for sample, r in sorted(group.rollouts.items()):
             tokens += r.token_ids
             logprobs += r.logprobs
-            versions = r.versions or [r.version] * len(r.token_ids)
-            responses.append(
-                {"sample": sample, "reason": r.finish_reason, "text": r.text, "versions": run_lengths(versions)}
-            )
+            runs = run_lengths(r.token_versions)
+            responses.append({"sample": sample, "reason": r.finish_reason, "text": r.text, "versions": runs})
             if r.routing is not None:
                 tensors[f"routing/{group.number}/{sample}"] = r.routing
         for sample, (own, values, versions) in sorted(group.partial.items()):

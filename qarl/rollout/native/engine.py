@@ -35,7 +35,7 @@ from qarl.rollout.native.steps import RoutingRecord, Runner, StepOutput
 from qarl.rollout.sequence import Sequence as Response
 from qarl.rollout.sequence import uniforms
 from qarl.rollout.stopping import Stopping
-from qarl.types import Prompt, Rollout
+from qarl.types import Prompt, Rollout, mixed_versions
 from qarl.utils.machine import gpu_bytes
 from qarl.weight_sync.fingerprints import PublishError, verify_in_process
 from qarl.weight_sync.snapshot import Snapshot
@@ -156,9 +156,8 @@ class Generation:
         routing = None if self._record is None else self._record.of(response)
         r = response
         assert r.finish_reason is not None, "a response has not ended"
-        versions = r.versions if len(set(r.versions)) > 1 else None
         own = r.response, r.logprobs, r.finish_reason, r.versions[-1]
-        return Rollout(r.prompt.id, r.sample, *own, seed, r.text, routing, versions=versions)
+        return Rollout(r.prompt.id, r.sample, *own, seed, r.text, routing, versions=mixed_versions(r.versions))
 
     def _read(self, output: StepOutput) -> list[Response]:
         """Append a step's tokens to the responses that had not ended; return these responses."""
