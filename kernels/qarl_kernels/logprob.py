@@ -234,7 +234,6 @@ def token_logprobs(
 
 def fused(hidden: Tensor, weight: Tensor, truncation: Truncation) -> bool:
     """Return whether `qarl_kernels.head` applies: 16-bit operands on a GPU, and neither top-k nor top-p."""
-    ranked = truncation.active and (truncation.top_k > 0 or truncation.top_p < 1.0)
-    assert ranked or not isinstance(truncation, Recording | Replay), "kept sets need top-k or top-p"
+    assert truncation.ranked or not isinstance(truncation, Recording | Replay), "kept sets need top-k or top-p"
     narrow = hidden.dtype in (torch.bfloat16, torch.float16) and weight.dtype == hidden.dtype
-    return hidden.device.type == "cuda" and narrow and not ranked
+    return hidden.device.type == "cuda" and narrow and not truncation.ranked

@@ -31,7 +31,12 @@ class Truncation:
 
     @property
     def active(self) -> bool:
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+        return self.ranked or (self.min_p > 0.0 and not self.greedy)
+
+    @property
+    def ranked(self) -> bool:
+        """Whether tokens are ranked (top-k or top-p), which needs all logits of a row at once."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0)
 
     @property
     def greedy(self) -> bool:

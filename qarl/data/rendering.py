@@ -24,6 +24,7 @@ from typing import Never, TypeVar
 
 from qarl.errors import UserError
 from qarl.inputs.paths import reason_of
+from qarl.utils.text import one_line
 
 T = TypeVar("T")
 
@@ -149,5 +150,5 @@ def _line(work: Callable[[T], str], item: T) -> tuple[bytes, bool]:
     except MemoryError:
         said, memory = "", True
     except Exception as error:  # a template may raise anything
-        said, memory = " ".join(str(error).split())[:300] or type(error).__name__, False
+        said, memory = one_line(error)[:300], False
     return json.dumps({"raised": said, "memory": memory}).encode() + b"\n", False

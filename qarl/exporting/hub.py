@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from qarl.errors import UserError
+from qarl.utils.text import one_line
 
 
 def create_repository(name: str, private: bool) -> str:
@@ -48,6 +49,6 @@ def _request(name: str, action: Callable[[], Any], kept: str = "") -> Any:
     try:
         return action()
     except Exception as error:
-        reason = " ".join(str(error).split())[:300] or type(error).__name__
+        reason = one_line(error)[:300]
         fix = "run `hf auth login`, or check the name of the repository and the connection"
         raise UserError(f"--push-to-hub: {name}: {reason}; {fix}{kept}") from error

@@ -101,7 +101,6 @@ def fused_pass(config: Config, architecture: Architecture, device: Device, token
     quant, scheme, objective, train = config.quant, scheme_of(config.quant), config.objective, config.train
     aligned = quant.learner == "aligned"
     shadowed = objective.ratio_kind == "shadow" or config.diagnostics.shadow_every > 0
-    ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
     return FusedPass(
         architecture,
         tokens,
@@ -113,7 +112,7 @@ def fused_pass(config: Config, architecture: Architecture, device: Device, token
         dequantized=aligned and scheme.quantized,
         stacked=scheme.row_unit == 1,  # otherwise concatenation depends on the widths; assume the larger memory
         fp8=quant.backward == "fp8",
-        logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if ranked else 0,
+        logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if config.ranked else 0,
         kv_fp8=quant.kv_cache_dtype == "fp8" and quant.learner != "full_precision",
         again=objective.kl_coef > 0 or (shadowed and not aligned),
     )

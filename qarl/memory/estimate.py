@@ -359,8 +359,7 @@ def decode_item(config: Config, vocabulary: int) -> Item:
     A CUDA graph holds the logits of all sequences. If tokens are ranked (top-k, top-p), the logits are outside the
     graphs, and at most `DRAWN_ROWS` rows are sampled at a time.
     """
-    ranked = config.rollout.top_p < 1 or config.rollout.top_k > 0
-    rows = min(config.sequences, DRAWN_ROWS) if ranked else config.sequences
+    rows = min(config.sequences, DRAWN_ROWS) if config.ranked else config.sequences
     return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "rollout", "sampler")
 
 

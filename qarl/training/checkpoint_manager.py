@@ -20,6 +20,7 @@ from qarl.training.recorder import Recorder
 from qarl.training.setup import Run
 from qarl.training.state import capture, restore
 from qarl.utils.signals import is_stop
+from qarl.utils.text import one_line
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,7 @@ class CheckpointManager:
         except BaseException as failure:  # the cause of `fault`, such as a full disk, may also prevent saving
             if is_stop(failure):
                 raise
-            reason = " ".join(str(failure).split()) or type(failure).__name__
+            reason = one_line(failure)
         with suppress(Exception):
             self._report_resume_step(reason)
 

@@ -29,6 +29,7 @@ from qarl.storage.runs import METRICS, Metrics, parse_record
 from qarl.storage.tensorfile import safetensors_chunks, write_file
 from qarl.training.trackers import Tracker, build_trackers
 from qarl.utils.signals import is_stop
+from qarl.utils.text import one_line
 
 
 class Recorder:
@@ -174,8 +175,7 @@ class Recorder:
                 if is_stop(error):
                     raise
                 self._trackers.remove(tracker)
-                reason = " ".join(str(error).split()) or type(error).__name__
-                self._warn(f"logging.{tracker.name}: stopped for this run: {reason}")
+                self._warn(f"logging.{tracker.name}: stopped for this run: {one_line(error)}")
 
 
 class NoRecords(Recorder):

@@ -15,6 +15,7 @@ from qarl.errors import UserError
 from qarl.inputs.files import read_text
 from qarl.storage.disk import atomic_write_text, disk_errors
 from qarl.utils.signals import is_stop
+from qarl.utils.text import one_line
 
 TRACKERS = ("wandb", "trackio", "mlflow", "swanlab")  # keys of `logging`, equal to package names
 
@@ -81,8 +82,9 @@ def _start(key: str, init: Any, **arguments: Any) -> Any:
     except BaseException as error:  # trackers raise their own classes for a missing key, no network, a bad project
         if is_stop(error):
             raise
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"logging.{key}: does not start: {reason}; fix that, or set logging.{key}: null") from error
+        raise UserError(
+            f"logging.{key}: does not start: {one_line(error)}; fix that, or set logging.{key}: null"
+        ) from error
 
 
 def _kept(file: Path, make: Callable[[], str]) -> str:

@@ -25,6 +25,11 @@ def shortened(text: str, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+def one_line(error: BaseException) -> str:
+    """Return an error's message on one line, or the name of its class if it has no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
 def first_few(items: Iterable[object], most: int = 3, separator: str = ", ") -> str:
     """Format the first few items and the number of the others."""
     texts = list(map(str, items))

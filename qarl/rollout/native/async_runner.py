@@ -102,7 +102,7 @@ class AsyncRunner(Runner):
             self._graphs.run((size, pages), lambda: self._run(inputs))
         if self.record:
             self._routing.append((chunks, self._to_host(self._experts[: len(chunks)])))
-        if self._ranked:
+        if self.truncation.ranked:  # sampling is not part of the graph
             assert self._hidden is not None
             self._sample_parts(self._hidden[: len(chunks)], inputs.points[: len(chunks)], 0)
         return size
@@ -149,7 +149,7 @@ class AsyncRunner(Runner):
         hidden = self.sampler.hidden_states(self._memory[inputs.token_index], attention, routes=routes)
         if self.record:
             self._experts[:size] = stored(routes.recorded(), self._count)
-        if not self._ranked:
+        if not self.truncation.ranked:
             self._sample(hidden, inputs.points, slice(0, size))
             return
         if self._hidden is None:
@@ -157,11 +157,6 @@ class AsyncRunner(Runner):
                 graph_rows(self.max_num_seqs), hidden.shape[1], dtype=hidden.dtype, device=self.device
             )
         self._hidden[:size] = hidden
-
-    @property
-    def _ranked(self) -> bool:
-        """Whether sampling sorts logits (top-k or top-p), which runs outside of CUDA graphs."""
-        return self.truncation.active and (self.truncation.top_k > 0 or self.truncation.top_p < 1.0)
 
     # --- prefills ----------------------------------------------------------------------------------------------
 
