@@ -200,18 +200,7 @@ def _open_data(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks, started: datetime
 ) -> tuple[_Data, RewardPool, TaskRewards]:
     """Check the configuration, read the data, and start the reward workers of training and evaluation."""
-    set_determinism(config)
-    if config.quant.init != "rtn" and ranks.count > 1:
-        raise UserError(
-            f"quant.init: {config.quant.init}: needs one process; write the model with `qarl quantize --method "
-            f"{config.quant.init}`, and give the result as model.path with quant.init: rtn"
-        )
-    require_trackers(config.logging)
-    require_fp8_backward(config, device)
-    config.objective.bind()  # rejects an invalid custom objective before the model is loaded
-    if device.type == "cpu":
-        keep_freed_memory()
-    verify_base(config.model, ranks.rank, ranks.count)
+    _prepare(config, device, ranks)
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
         context = context_length(config.model, f"model.path: '{config.model.path}'", config.model.max_length)
@@ -260,6 +249,22 @@ def _open_data(
         task_rewards = TaskRewards(tasks, config.reward, rewards_log, ranks)
         opened.pop_all()
     return _Data(tokenizer, context, prompts, stream, tasks, held_out, inputs, calibration), rewards, task_rewards
+
+
+def _prepare(config: Config, device: torch.device, ranks: Ranks) -> None:
+    """Set up this process, and check what can be checked before the tokenizer and the data are read."""
+    set_determinism(config)
+    if config.quant.init != "rtn" and ranks.count > 1:
+        raise UserError(
+            f"quant.init: {config.quant.init}: needs one process; write the model with `qarl quantize --method "
+            f"{config.quant.init}`, and give the result as model.path with quant.init: rtn"
+        )
+    require_trackers(config.logging)
+    require_fp8_backward(config, device)
+    config.objective.bind()  # rejects an invalid custom objective before the model is loaded
+    if device.type == "cpu":
+        keep_freed_memory()
+    verify_base(config.model, ranks.rank, ranks.count)
 
 
 def _build_single_process(
