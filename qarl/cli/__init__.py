@@ -183,7 +183,7 @@ def check(config: ConfigFile, overrides: Overrides = None, nproc: Processes = No
         typer.echo(inspection.note)
         return
     _print_estimate(estimate(sized, inspection.architecture, device, ranks=ranks, memory=memory), device, ranks)
-    if device == "cuda" and loaded.rollout.asynchronous is not None and loaded.rollout.replay is None:
+    if device == "cuda" and loaded.rollout.samples_ahead:
         length = assumed_length(sized)
         typer.echo(split_text(step_time(sized, inspection.architecture, length), length))
     if fault := too_large(loaded, inspection.architecture, device, ranks):

@@ -159,7 +159,7 @@ def _gpu_for(member: Member, gpus: list[str], running: list[_Training]) -> str |
 def _fits_one_gpu(config: Config) -> bool:
     rollout, vllm = config.rollout, config.rollout.vllm
     beside = rollout.engine == "vllm" and (vllm.device is not None or vllm.tensor_parallel > 1)
-    beside = beside or (rollout.asynchronous is not None and rollout.replay is None)
+    beside = beside or rollout.samples_ahead
     return expected_device(config) == "cuda" and not beside
 
 

@@ -230,6 +230,11 @@ class RolloutConfig(Section):
         return found
 
     @property
+    def samples_ahead(self) -> bool:
+        """Whether a process of its own samples the next steps. With `replay`, asynchronous rollouts sample nothing."""
+        return self.asynchronous is not None and self.replay is None
+
+    @property
     def exact(self) -> bool:
         """Whether the sampler computes with the learner's own operations. `numerics` is resolved."""
         return self.engine == "native" or (self.engine == "vllm" and self.numerics == "exact")

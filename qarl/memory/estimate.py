@@ -118,6 +118,7 @@ def estimate(
     kv_cache = kv_cache_bytes(
         config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, kv_cache_width(config, device)
     )
+    samples_here = config.rollout.engine == "native" and not config.rollout.samples_ahead
     micro_batch = max(config.train.micro_batch_tokens, config.max_sequence_length)
     return [
         Item("process", PROCESS_BYTES, "always", "process"),
@@ -126,7 +127,7 @@ def estimate(
         Item(f"unquantized parameters ({config.model.dtype})", unquantized, "always"),
         Item("GEMM operands (tiled or dequantized weights)", operands + head, "always"),
         *sampler_items(config, kv_cache, version, sampler_operands + head, device, memory),
-        *([decode_item(config, a.vocab_size)] if kernels and _samples_here(config) else []),
+        *([decode_item(config, a.vocab_size)] if kernels and samples_here else []),
         *kept_items(config, version, sampler_operands + head, device),
         *teacher_items(config, a, device),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
@@ -265,7 +266,7 @@ def sampler_items(
     """
     rollout, vllm = config.rollout, config.rollout.vllm
     cache = f"KV cache ({config.kv_cache_tokens:,} tokens)"
-    if rollout.asynchronous is not None and rollout.replay is None:
+    if rollout.samples_ahead:
         items = async_sampler_items(config, kv_cache, published, operands, device, memory)
         return items if device == "cpu" else [replace(item, phase="sampler GPU") for item in items]
     if rollout.engine == "data" and not config.evaluation.tasks:
@@ -345,12 +346,6 @@ def kept_items(config: Config, version: int, operands: int, device: Device) -> l
         # One more until the oldest is dropped.
         Item(f"weights of {count} earlier versions in host memory", (count + 1) * each, phase),
     ]
-
-
-def _samples_here(config: Config) -> bool:
-    """Whether the native engine samples a step's responses on the learner's device."""
-    rollout = config.rollout
-    return rollout.engine == "native" and (rollout.asynchronous is None or rollout.replay is not None)
 
 
 def decode_item(config: Config, vocabulary: int) -> Item:

@@ -149,7 +149,7 @@ def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int |
         return SEQUENCES["vllm"]
     if sequence_bytes is None or memory is None:
         return SEQUENCES["vllm"] if rollout.engine == "vllm" else FEWEST_SEQUENCES
-    if rollout.asynchronous is not None and rollout.replay is None:
+    if rollout.samples_ahead:
         for count in (OWN_GPU_SEQUENCES, 256, 128):
             if count * sequence_bytes <= memory * OWN_GPU_KV_SHARE:
                 return count

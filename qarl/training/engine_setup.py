@@ -45,7 +45,7 @@ def prelaunch(config: Config, device: torch.device, run_dir: Path, ranks: Ranks)
 
 def start_async(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> AsyncProcess | None:
     """Start the sampler's process of asynchronous rollouts; None if the run has none. A collective."""
-    if config.rollout.asynchronous is None or config.rollout.replay is not None:
+    if not config.rollout.samples_ahead:
         return None
     return AsyncProcess(config, device, sampler_gpu(config, device, ranks), run_dir)
 
