@@ -38,7 +38,7 @@ def has_sampler(config: Config, ranks: Ranks) -> bool:
 
 def prelaunch(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> Sampler | None:
     """Start vLLM's process for `build_engine`; None if this rank needs none, or it cannot start yet."""
-    if config.rollout.engine != "vllm" or config.rollout.asynchronous is not None or not has_sampler(config, ranks):
+    if config.rollout.asynchronous is not None or not has_sampler(config, ranks):
         return None
     return prelaunch_sampler(config, device, run_dir)
 

@@ -9,6 +9,7 @@ from qarl_kernels.truncation import Truncation
 from tiny_models import tiny_settings
 
 from qarl.config import Config
+from qarl.distributed.ranks import SingleProcess
 from qarl.policy.load import load_model, load_tokenizer
 from qarl.rollout.asynchronous.groups import Added, OrderLog, PendingGroup, Published
 from qarl.rollout.asynchronous.saved_groups import load_groups, prompt_digest, save_groups
@@ -144,7 +145,7 @@ def group(number: int, finished: int, partial: bool = False) -> PendingGroup:
 def test_saved_groups_are_read_back():
     groups = [group(0, 2), group(1, 1, partial=True), group(2, 0)]
     tensors, rows = save_groups(groups)
-    found = load_groups(tensors, rows, dict(enumerate(PROMPTS)), n=2)
+    found = load_groups(tensors, rows, dict(enumerate(PROMPTS)), 2, SingleProcess())
     assert found == groups and [row["prompt_sha256"] for row in rows] == list(map(prompt_digest, PROMPTS))
     assert [one.complete for one in found] == [True, False, False]
     assert found[1].request().samples == [3] and found[1].request().partial == {3: ([1, 2], [-0.5, -0.25], [0, 1])}

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,6 +62,15 @@ from qarl.types import Prompt, Rollout
 from qarl.utils.averages import mean
 from qarl.weight_sync.canary import canary_of
 from qarl.weight_sync.snapshot import Snapshot
+
+
+class _Totals(NamedTuple):
+    """Totals since the start of the run, at one time."""
+
+    time: float = 0.0  # by `time.monotonic()`
+    sampler_s: float = 0.0  # seconds of generation
+    tokens: float = 0.0  # of finished responses
+    waited_s: float = 0.0  # seconds that the learner waited
 
 
 class AsyncEngine(RolloutEngine):
@@ -126,8 +135,7 @@ class AsyncEngine(RolloutEngine):
         # State of the current step, which takes groups several times with dynamic sampling:
         self._step_rollouts: list[Rollout] = []
         self._ready_groups = self._cancelled = 0
-        # (time, seconds of generation, tokens, seconds that the learner waited), all since the start of the run:
-        self._at_step_start = self._at_last_take = 0.0, 0.0, 0.0, 0.0
+        self._at_step_start = self._at_last_take = _Totals()
         self._waited_s = 0.0
 
     # --- RolloutEngine -----------------------------------------------------------------------------------------
@@ -309,11 +317,8 @@ class AsyncEngine(RolloutEngine):
         saves_partials = self.settings.in_flight != "wait" and self._connection.started
         partials = self._connection.partials() if saves_partials else []
         with self._queue.changed:
+            self._queue.keep_partials(partials)
             own = [group for group in self._queue.groups if group.rank == self._ranks.rank]
-            by_number = {group.number: group for group in own}
-            for number, sample, *found in partials:
-                if (group := by_number.get(number)) is not None and sample not in group.rollouts:
-                    group.partial[sample] = tuple(found)
             saved, log = save_groups(own), save_log(self._queue.log)
         needed = self._needed() - {self.policy.version}
         tensors, of_all = gather_saved(*saved, log, self._ranks)
@@ -339,12 +344,7 @@ class AsyncEngine(RolloutEngine):
         Raises:
             UserError: The state is inconsistent, or one of its prompts is not in the data any more.
         """
-        groups = load_groups(tensors, state["groups"], self._prompts, self.sampling.n)
-        groups.sort(key=lambda group: group.number)
-        for group in groups:
-            group.rank %= self._ranks.count
-            if group.rank != self._ranks.rank:
-                group.rollouts, group.partial = {}, {}
+        groups = load_groups(tensors, state["groups"], self._prompts, self.sampling.n, self._ranks)
         own = [group for group in groups if group.rank == self._ranks.rank]
         for snapshot in kept:
             self.policy.kept.add(snapshot)
@@ -373,7 +373,7 @@ class AsyncEngine(RolloutEngine):
                 threads=torch.get_num_threads() if on_cpu else None,
             )
         )
-        self._at_step_start = self._at_last_take = time.monotonic(), 0.0, 0.0, 0.0
+        self._at_step_start = self._at_last_take = _Totals(time.monotonic())
         self._queue.run("rewards", self._score)
 
     def _submit(self, count: int, step: int, now: int) -> None:
@@ -415,19 +415,19 @@ class AsyncEngine(RolloutEngine):
         self._step_rollouts += rollouts
         age = {version: len(self._published) - 1 - i for i, version in enumerate(self._published)}
         ages = [age[version] for r in self._step_rollouts for version in r.token_versions]
-        start, sampler_s, tokens, waited_s = self._at_step_start
+        start, connection = self._at_step_start, self._connection
         with self._queue.changed:
-            self._at_last_take = time.monotonic(), self._connection.sampler_s, self._connection.tokens, self._waited_s
-        passed = self._at_last_take[0] - start
-        worked = self._at_last_take[1] - sampler_s
+            now = _Totals(time.monotonic(), connection.sampler_s, connection.tokens, self._waited_s)
+        self._at_last_take = now
+        passed, worked = now.time - start.time, now.sampler_s - start.sampler_s
         self.metrics |= {
             "async/staleness_mean": mean(ages),
             "async/staleness_max": float(max(ages)),
             "async/continued_frac": mean([float(r.versions is not None) for r in self._step_rollouts]),
             "async/queue_groups": float(self._ready_groups),
             "async/sampler_idle_frac": min(max(1 - worked / passed, 0.0), 1.0),
-            "async/learner_idle_frac": min((self._waited_s - waited_s) / passed, 1.0),
-            "async/restarts": float(self._connection.restarts),
+            "async/learner_idle_frac": min((now.waited_s - start.waited_s) / passed, 1.0),
+            "async/restarts": float(connection.restarts),
         }
         if self.settings.oversample > 1:
             with self._queue.changed:
@@ -435,7 +435,7 @@ class AsyncEngine(RolloutEngine):
             self._cancelled += sum(self._ranks.gather(own))
             groups = len(self._step_rollouts) // self.sampling.n
             self.metrics["async/cancelled_frac"] = self._cancelled / (self._cancelled + groups)
-        rate = (self._at_last_take[2] - tokens) / worked if worked > 0 else 0.0
+        rate = (now.tokens - start.tokens) / worked if worked > 0 else 0.0
         self.metrics["throughput/rollout_tokens_per_s"] = rate
 
     def _score(self) -> None:

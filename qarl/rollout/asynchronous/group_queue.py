@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from qarl.rollout.asynchronous.groups import OrderLog, PendingGroup, Wave
@@ -78,6 +78,14 @@ class GroupQueue:
                 self._cancel_rest(group.wave)
         self.log.prune()
         return tokens
+
+    def keep_partials(self, partials: Iterable[Sequence[Any]]) -> None:
+        """Store the tokens so far of unfinished responses, see `NativeHost.partials`."""
+        by_number = {group.number: group for group in self.groups}
+        for number, sample, tokens, logprobs, versions in partials:
+            group = by_number.get(number)
+            if group is not None and sample not in group.rollouts:  # it may have finished meanwhile
+                group.partial[sample] = tokens, logprobs, versions
 
     def _cancel_rest(self, wave: Wave | None) -> None:
         """Cancel the unfinished groups of a wave if enough are complete."""

@@ -100,15 +100,16 @@ def run_lengths(values: Iterable[int]) -> list[list[int]]:
 
 
 def load_groups(
-    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompts: Mapping[int, Prompt], n: int
+    tensors: Mapping[str, Tensor], rows: list[dict[str, Any]], prompts: Mapping[int, Prompt], n: int, ranks: Ranks
 ) -> list[PendingGroup]:
-    """Return the groups that `save_groups` saved.
+    """Return the groups that `save_groups` saved, by number. The groups of other ranks have no responses.
 
     Args:
         tensors: Tensors of all ranks.
         rows: JSON of all ranks.
         prompts: The data's prompts by id.
         n: Number of responses per prompt.
+        ranks: Ranks of the run, which may be more or fewer than the ranks that saved the groups.
 
     Raises:
         UserError: The tensors do not match the rows, or the data does not have one of the prompts any more.
@@ -135,7 +136,11 @@ def load_groups(
         groups.append(group)
     if at != len(ids) or at != len(values):
         raise UserError("the saved responses do not have the lengths that their list states")
-    return groups
+    for group in groups:
+        group.rank %= ranks.count
+        if group.rank != ranks.rank:
+            group.rollouts, group.partial = {}, {}
+    return sorted(groups, key=lambda group: group.number)
 
 
 def _saved_prompt(prompts: Mapping[int, Prompt], number: int, digest: str | None) -> Prompt:
