@@ -126,7 +126,7 @@ class Batch:
             if column is not None:
                 column.share(ranks)
 
-    @property
+    @cached_property
     def served(self) -> Batch:
         """The batch without recorded sets and experts, for the sampler's arithmetic if the learner has another.
 
