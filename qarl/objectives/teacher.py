@@ -39,7 +39,8 @@ class TeacherConfig(Section):
         0,
         ge=0,
         le=VOCABULARY,
-        description="Compare with the teacher's k most probable tokens only, renormalized (forward_kl). 0: all.",
+        description="Use the teacher's k most probable tokens only, renormalized; the student's distribution keeps all "
+        "tokens (forward_kl). 0: all.",
     )
     dtype: Literal["bfloat16", "float16", "float32"] = Field(
         "bfloat16", description="Compute dtype of a teacher that is a model; a run has its own."
