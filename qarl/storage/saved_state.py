@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import Field
 
 from qarl.config import Config
-from qarl.distributed.ranks import Ranks
 from qarl.errors import UserError
 from qarl.inputs.files import Unreadable
 from qarl.inputs.json import read_json_object
 from qarl.inputs.schema import Count, Record, Sha256, checked
 from qarl.storage.names import checkpoint_steps, step_name
+
+if TYPE_CHECKING:
+    from qarl.distributed.ranks import Ranks
 
 Digests = dict[str, dict[str, Sha256]]  # inputs of a run: model, reward, objective -> part -> SHA-256
 ModelFiles = dict[str, dict[str, Any]]  # config.json, generation_config.json -> dotted field -> resolved value
