@@ -29,6 +29,13 @@ class Stopping:
         elif len(tokens) == self.sampling.max_response_length:
             sequence.finish_reason, sequence.text = "length", self._decode(tokens)
 
+    def stop_string(self, tokens: list[int]) -> str | None:
+        """Return the stop string that the last token completes; None if it completes none."""
+        if self._text_before_stop(tokens) is None:
+            return None
+        text = self._decode(tokens)
+        return next(stop for stop in self.sampling.stop if stop in text)
+
     def stopped_at(self, tokens: list[int], start: int) -> int | None:
         """Find a stop string across the point where another engine continued a response.
 

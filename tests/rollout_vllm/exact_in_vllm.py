@@ -9,13 +9,15 @@ import os
 import sys
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from qarl_kernels.logprob import Truncation
 from tiny_runs import settings
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from qarl.config import Config
 from qarl.memory.sizes import decide_sizes
@@ -49,7 +51,27 @@ def main(cases: str, answer: str) -> None:
     for name, arguments in json.loads(Path(cases).read_text()).items():
         found[name] = checked(**arguments)
     found["own kernels"] = own_kernels()
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    found["ends"] = [
+        ended(decoders.ByteLevel(), ["stop", "â"], ["a", "a"], "stop"),  # the prompt ends within a character
+        ended(decoders.ByteLevel(), ["a"], ["a", "Ġâ", "a"], " "),  # a space and the first byte of a character
+        ended(decoders.Sequence(parts), ["a"], ["a", "<0x41>", "<0xAC>", "▁", "▁"], "  "),
+    ]
     Path(answer).write_text(json.dumps(found))
+
+
+def ended(decoder: Any, prompt: list[str], response: list[str], stop: str) -> int:
+    """Number of words of a response after which vLLM finds the stop string; 0 if it does not."""
+    from vllm import SamplingParams
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    ids = {word: number for number, word in enumerate(dict.fromkeys(prompt + response))}
+    backend = Tokenizer(models.BPE(vocab=ids, merges=[]))
+    backend.decoder = decoder
+    tokens, params = [ids[word] for word in prompt], SamplingParams(stop=[stop])
+    request: Any = SimpleNamespace(sampling_params=params, prompt_token_ids=tokens, prompt_embeds=None, request_id="")
+    own = IncrementalDetokenizer.from_new_request(PreTrainedTokenizerFast(tokenizer_object=backend), request)
+    return next((end for end, word in enumerate(response, 1) if own.update([ids[word]], False)), 0)
 
 
 def own_kernels() -> list[str]:
@@ -83,15 +105,6 @@ def count_events() -> None:
     topk_topp_sampler.apply_top_k_top_p = shaping
 
 
-@dataclass
-class Asked:
-    """lengths: of prompts, each with two responses of `response` tokens. shaped: of TRUNCATIONS."""
-
-    lengths: list[int]
-    response: int
-    shaped: list[str]
-
-
 def checked(
     model: str, sections: dict[str, Any], lengths: list[int], response: int, shaped: list[str]
 ) -> dict[str, Any]:
@@ -103,22 +116,19 @@ def checked(
         write_snapshot_checkpoint(checkpoint, policy.current, policy.sampler.layout, tokenizer)
         host = Host(sampler_settings(config, policy.sampler.layout, checkpoint), policy.current.fingerprints)
     found: dict[str, Any] = {"proved_frac": host.numerics.proved_frac, "measured": measured(host)}
-    prompt = tokenizer.encode("a stop é", add_special_tokens=False)[:-1]  # ends within a character
-    stops = SamplingParams(1, 0, 8, stop=("stop",))
-    found["reason"] = host.generate([Request(prompt, 0)], stops, lambda done, tokens: None)[0].finish_reason
-    found["version 0"] = different(host, policy, Asked(lengths, response, shaped))
-    fewer = Asked(lengths, response, shaped[-1:])
+    found["version 0"] = different(host, policy, lengths, response, shaped)
+    fewer = lengths, response, shaped[-1:]
     if DEVICE.type == "cuda":
         host.sleep(1)
         host.wake()
-        found["version 0, after a sleep"] = different(host, policy, fewer)
+        found["version 0, after a sleep"] = different(host, policy, *fewer)
     publish_something(host, policy)
-    found["version 1"] = different(host, policy, fewer)
+    found["version 1"] = different(host, policy, *fewer)
     if DEVICE.type == "cuda":
         host.sleep(2)
         host.wake()
         publish_something(host, policy)
-        found["version 2, after a deep sleep"] = different(host, policy, fewer)
+        found["version 2, after a deep sleep"] = different(host, policy, *fewer)
     host.close()
     return found
 
@@ -145,21 +155,22 @@ def publish_something(host: Host, policy: Policy) -> None:
 
 
 @torch.no_grad()
-def different(host: Host, policy: Policy, asked: Asked) -> dict[str, Any]:
+def different(host: Host, policy: Policy, lengths: list[int], response: int, shaped: list[str]) -> dict[str, Any]:
     """Tokens whose log-prob is not, bit for bit, what the learner gives them, of each kind; and what vLLM did.
 
-    Responses that are drawn again, in another order of requests, must be the same.
+    Each prompt has two responses of `response` tokens. shaped: of TRUNCATIONS. Responses that are drawn again, in
+    another order of requests, must be the same.
     """
     EVENTS.clear()
     generator = torch.Generator().manual_seed(policy.version)
-    prompts = [torch.randint(3, 259, (n,), generator=generator).tolist() for n in asked.lengths for _ in range(2)]
+    prompts = [torch.randint(3, 259, (n,), generator=generator).tolist() for n in lengths for _ in range(2)]
     prompts[1::2] = prompts[::2]
     whole = prompts[::2]
     scored = torch.tensor([logprob for one in host.score(whole) for logprob in one])
     wrong = {"scored": off(scored, policy.sampler.score(whole))}
-    for name in asked.shaped:
+    for name in shaped:
         cut = TRUNCATIONS[name]
-        sampling = SamplingParams(1, 0, asked.response, cut)
+        sampling = SamplingParams(1, 0, response, cut)
         requests = [Request(prompt, seed) for seed, prompt in enumerate(prompts)]
         responses = host.generate(requests, sampling, lambda done, tokens: None)
         reported = torch.tensor([logprob for response in responses for logprob in response.logprobs])

@@ -56,12 +56,15 @@ def test_no_log_prob_is_off_by_a_bit(found, name) -> None:
         assert wrong and not any(wrong.values()), (version, wrong)
     events = case["version 0"]["events"]
     assert events.get("preempted", 0) > 0 and events.get("cached", 0) > 0, events
-    assert (
-        case["proved_frac"] > 0.99 and case["reason"] == "length"
-    )  # the stop string of the prompt is not the response's
+    assert case["proved_frac"] > 0.99
     assert abs(case["version 1"]["sum"] - case["version 0"]["sum"]) > 0.1
     assert case["measured"] == {"tokens": [5, 1], "shaped": 0}  # memory is measured with the draws of a rollout
 
 
 def test_nothing_of_vllms_own_arithmetic_is_imported(found) -> None:
     assert found["own kernels"] == []
+
+
+def test_stop_strings_end_responses_at_the_token_that_completes_them(found) -> None:
+    """Not that of the prompt; also if vLLM has no text for it yet, or lost a space after bytes that became invalid."""
+    assert found["ends"] == [0, 2, 5]

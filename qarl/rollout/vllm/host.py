@@ -352,10 +352,10 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
     """Start vLLM on `settings.checkpoint`. Raises whatever vLLM raises."""
     from vllm import LLM
 
-    from qarl.rollout.vllm.sampling import batch_seeded_noise, detokenize_responses_alone
+    from qarl.rollout.vllm.sampling import batch_seeded_noise, find_stop_strings_as_native
 
     batch_seeded_noise()
-    detokenize_responses_alone()
+    find_stop_strings_as_native()
     with numerics.starting():
         phases.end("imports")
         with phases.time_worker(numerics.loaded):

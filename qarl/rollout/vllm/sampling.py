@@ -1,4 +1,4 @@
-"""Changes of vLLM's sampling: seeded as fast as unseeded on a GPU, and stop strings found in responses alone.
+"""Changes of vLLM's sampling: seeded as fast as unseeded on a GPU, and stop strings found as by the native engine.
 
 vLLM generates the noise of a seeded request with the request's own generator: one kernel launch per request and step.
 Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset.
@@ -7,7 +7,7 @@ vLLM rewinds the offset if it discards a token, so a response depends only on it
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import lru_cache, wraps
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from tokenizers.decoders import DecodeStream
 from torch import Tensor
 from vllm.v1.engine import detokenizer
 from vllm.v1.sample.ops import topk_topp_sampler as ops
+
+from qarl.rollout.engine import SamplingParams
+from qarl.rollout.stopping import Stopping
 
 STEP = 4  # increment of a generator's offset per token, the same as in vLLM
 
@@ -34,22 +37,44 @@ def batch_seeded_noise() -> None:
     ops.random_sample = random_sample  # type: ignore[assignment]
 
 
-def detokenize_responses_alone() -> None:
-    """Make vLLM look for stop strings in the text of the response's tokens, as the native engine does.
+def find_stop_strings_as_native() -> None:
+    """Make vLLM end a response at the token at which the native engine ends it.
 
-    vLLM decodes prompt and response together. If the prompt's text ends in U+FFFD, which is also how a part of a
-    character decodes, vLLM takes the prompt for a part of the response, and a stop string in it ends the response.
+    - vLLM decodes prompt and response together. If the prompt's text ends in U+FFFD, which is also how a part of a
+      character decodes, vLLM takes the prompt for a part of the response, and a stop string in it ends the response.
+      Here the response is decoded alone.
+    - vLLM waits for the rest of a character, also with the text before it: of a token with a stop string and the first
+      byte of a character. `Stopping` looks at every token for which vLLM has no text.
+    - Bytes that turn a complete character into an invalid one make vLLM start decoding again, which may lose a space.
+      After that `Stopping` looks at every token. It takes 30 us per token, 30 times as long as vLLM's own decoding.
     """
-    original = detokenizer.FastIncrementalDetokenizer.__init__
+    fast = detokenizer.FastIncrementalDetokenizer
+    original, update = fast.__init__, fast.update
     if hasattr(original, "__wrapped__"):
         return
 
     @wraps(original)
     def init(self: Any, tokenizer: Any, request: Any) -> None:
         original(self, tokenizer, request)
-        self.stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+        self.stream = self.first_stream = DecodeStream(skip_special_tokens=self.skip_special_tokens)
+        self.stopping = _stopping(tokenizer, tuple(self.stop))
 
-    detokenizer.FastIncrementalDetokenizer.__init__ = init  # type: ignore[method-assign]
+    @wraps(update)
+    def updating(self: Any, new_token_ids: list[int], stop_terminated: bool) -> str | None:
+        length = len(self.output_text)
+        found = update(self, new_token_ids, stop_terminated)
+        if not self.stop or stop_terminated or len(new_token_ids) != 1:  # speculative decoding gives several
+            return found
+        if self.stream is not self.first_stream or len(self.output_text) == length:
+            return self.stopping.stop_string(self.token_ids)
+        return found
+
+    fast.__init__, fast.update = init, updating  # type: ignore[method-assign]
+
+
+@lru_cache(maxsize=8)
+def _stopping(tokenizer: Any, stop: tuple[str, ...]) -> Stopping:
+    return Stopping(tokenizer, SamplingParams(1, 0, 1, stop=stop))
 
 
 def draw(probs: Tensor, generators: dict[int, torch.Generator]) -> Tensor:
