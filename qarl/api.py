@@ -117,7 +117,7 @@ def export(
     Args:
         run: A run directory, or one of its checkpoints.
         out: A new directory. Default: RUN/export.
-        step: Checkpoint to export. Default: the newest.
+        step: Training step of the checkpoint. Default: the newest.
         model: New location of the base model, if it moved.
         dtype: "bf16" exports the master weights, unquantized.
         max_shard_size: Maximum size of the tensors in a file, such as "500MB".
@@ -128,7 +128,7 @@ def export(
             created before anything is written, and gets nothing if `verify` finds a difference.
         private: Whether a new repository is private.
         progress: Called with (bytes written, bytes of all tensors).
-        say: Called with a line for each reader of `verify`.
+        say: Called with a status line per reader that `verify` tries.
 
     Returns:
         Paths, sizes in bytes and digest of the export, and the verification if `verify`.
@@ -142,8 +142,8 @@ def export(
     name = os.fspath(run)
     target = resolve_target(name, step=step, model=model, quant=None if dtype is None else {"scheme": "bf16"})
     if target.run_dir is None:
-        kinds = {"export": "is exported already", "model": "is a model, no run"}
-        what = kinds[target.kind] if Path(name).expanduser().exists() else "is no run directory"
+        kinds = {"export": "is exported already", "model": "is a model, not a run"}
+        what = kinds[target.kind] if Path(name).expanduser().exists() else "is not a run directory"
         raise UserError(f"RUN: {name} {what}; give a run directory, or use qarl quantize for a model")
     directory = target.run_dir / "export" if out is None else user_path(out, "OUT")
     repository = None if push_to_hub is None else create_repository(push_to_hub, private)
@@ -184,11 +184,11 @@ def quantize(
         model: A directory, a hub name, or package:NAME.
         out: A new directory.
         scheme, group_size, symmetric, grid: As in the configuration's `quant` section.
-        ignore: Layers to leave unquantized, besides lm_head.
+        ignore: Linear layers to leave unquantized besides lm_head, as `quant.ignore`.
         method: How codes are chosen, as `quant.init`: rtn (nearest code), gptq or awq.
-        calibration: Text of gptq and awq, a UTF-8 file. Default: the language reference that CPython carries.
-        calibration_samples: Number of windows of 256 tokens of that text. Default: 128.
-        verify_digests: Compare a model that qarl exported in bf16 with its qarl_export.json.
+        calibration: Path of a UTF-8 text for gptq and awq. Default: Python's language reference, a part of CPython.
+        calibration_samples: Number of windows of 256 tokens from that text. Default: 128.
+        verify_digests: If qarl exported the model in bf16, check it against its qarl_export.json.
         max_shard_size, unpacked, for_vllm, progress: See `export`.
 
     Returns:
@@ -217,7 +217,7 @@ def _write(
     for_vllm: bool,
     progress: Callable[[int, int], None] | None,
 ) -> ExportResult:
-    """Write an export. If `unquantized`, tensors are bfloat16, whatever the compute dtype of the model is."""
+    """Write an export. If `unquantized`, tensors are bfloat16 regardless of the model's compute dtype."""
     from qarl.exporting.staging import require_vacant
     from qarl.storage.shards import parse_size
 
@@ -279,18 +279,18 @@ def evaluate(
         samples: Responses per prompt. Default: 4, or 1 if greedy.
         pass_at: Values of k for pass@k. Default: 1 and `samples`.
         temperature: Sampling temperature; 0 is greedy. Default: 1.
-        chat: Wrap prompts in the chat template. None: with `data` as in training (for a run or its export), or if the
-            tokenizer has a template (for other models); without `data` as each task says.
+        chat: Wrap prompts in the chat template. None: without `data`, as each task says; with `data`, as in training
+            for a run or its export, and for other models if the tokenizer has a template.
         system: System message. None: the run's own with `data`, else each task's.
         chat_template_kwargs: Arguments of the chat template, such as {"enable_thinking": False}; None: as for `system`.
         max_response_length: Maximum tokens per response. Default: as configured in the run; 1024 with `data`.
         max_prompts: Use only the first prompts of each set, at most this many.
         seed: Random seed. Default: 0.
-        step: Checkpoint of a run. Default: the newest.
+        step: Training step of a run's checkpoint. Default: the newest.
         model: New location of a run's base model, if it moved.
         out: Results directory. Default: RUN/eval/... or eval/...
         device: auto, cpu or cuda.
-        verify_digests: Compare an exported directory with its qarl_export.json.
+        verify_digests: Check an exported checkpoint against its qarl_export.json.
         console: Console output: rich, plain or none.
 
     Returns:
@@ -359,12 +359,12 @@ def generate(
         top_k, top_p, min_p: Truncation, as in `rollout`; 0, 1 and 0 are off.
         max_new_tokens: Maximum tokens per completion.
         scheme, group_size, kv_cache_dtype: Default: the run's own; bf16 for a model.
-        step: Checkpoint of a run. Default: the newest.
+        step: Training step of a run's checkpoint. Default: the newest.
         model: New location of a run's base model, if it moved.
         device: auto, cpu or cuda.
-        verify_digests: Compare an exported directory with its qarl_export.json.
+        verify_digests: Check an exported checkpoint against its qarl_export.json.
         seed: Random seed.
-        say: Called with a line before slow work.
+        say: Called with a status line before slow work.
 
     Returns:
         The completions, ordered by prompt, then by sample.
@@ -421,11 +421,11 @@ def verify_exact(
         prompts: Texts, or a file with one per line, used as given. None: random tokens.
         temperature, top_k, top_p, min_p: Sampling parameters; 0, 1 and 0 turn the last three off.
         seed: Random seed of prompts and sampling.
-        step: Checkpoint of a run. Default: the newest.
+        step: Training step of a run's checkpoint. Default: the newest.
         model: New location of a run's base model, if it moved.
         device: auto, cpu or cuda.
-        verify_digests: Compare an exported directory with its qarl_export.json.
-        say: Called with a line before each long part.
+        verify_digests: Check an exported checkpoint against its qarl_export.json.
+        say: Called with a status line before slow work.
 
     Returns:
         The result. If a token differs, `first` names it, and the layer and operation at which the two forwards diverge.

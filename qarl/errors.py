@@ -1,4 +1,4 @@
-"""`UserError`, and the line on stderr for every other exception: a machine fault or an internal error."""
+"""`UserError`, and one-line messages for other exceptions: faults of the machine, and internal errors."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from qarl.utils.text import visible
 
 UNEXPECTED = 70  # exit code of an internal error (EX_SOFTWARE of sysexits.h)
 
-# Fix for each errno that is the machine's refusal, whatever the program requested.
+# Fix per errno that always means a fault of the machine, whatever the failed call was.
 MACHINE_FIXES = {
-    errno.ENOSPC: "free some space there, or choose another place (TMPDIR for temporary files)",
-    errno.EDQUOT: "remove files that count against your quota, or choose another place (TMPDIR for temporary files)",
+    errno.ENOSPC: "free some space there, or choose another directory (TMPDIR for temporary files)",
+    errno.EDQUOT: "remove files to get below your quota, or choose another directory (TMPDIR for temporary files)",
     errno.EMFILE: "raise the limit on open files with ulimit -n",
-    errno.ENFILE: "the whole machine has no file left to open: raise fs.file-max",
+    errno.ENFILE: "close files of other processes, or raise the system's limit on open files with sysctl fs.file-max",
     errno.EFBIG: "raise the limit on the size of files with ulimit -f",
-    errno.EROFS: "make it writable, or choose another place (TMPDIR for temporary files)",
+    errno.EROFS: "make it writable, or choose another directory (TMPDIR for temporary files)",
     errno.EIO: "check the path and the disk",
     errno.ESTALE: "check the network file system",
 }
-# The same if the error names a path. Without a path they may come from a defect, such as a wrong process id.
+# Used only if the error names a path. Without one, these may come from a bug, such as a signal to a wrong process id.
 _PATH_FIXES = {errno.EACCES: "give yourself permission, or choose another path", errno.EPERM: "choose another path"}
-# Messages of torch (GPU and CPU) and of drivers, which raise several classes of RuntimeError.
-_SAID = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
-_LIBRARY_ERRNO = re.compile(r"\(os error (\d{1,3})\)")  # as Rust says it: safetensors, tokenizers
-_NO_SPACE = 64 * 2**10  # bytes: a file system with less is full
+# Parts of out-of-memory messages of torch (GPU and CPU) and of drivers, which raise different RuntimeErrors.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "cannot allocate memory", "out of memory")
+_LIBRARY_ERRNO = re.compile(r"\(os error (\d{1,3})\)")  # format of Rust libraries: safetensors, tokenizers
+_NO_SPACE = 64 * 2**10  # bytes; a file system with less free space counts as full
 
 
 class UserError(Exception):
@@ -46,7 +46,7 @@ def machine_fault(error: BaseException) -> str | None:
     """Explain an exception that comes from the state of the machine: a full disk, a limit, a missing directory.
 
     Args:
-        error: The exception. Its causes are examined too, because libraries wrap errors of the system.
+        error: The exception. Its causes are examined too, because libraries wrap OSErrors.
 
     Returns:
         One line with the path, the reason and a fix. None for any other exception: a missing file that qarl itself
@@ -56,7 +56,10 @@ def machine_fault(error: BaseException) -> str | None:
 
 
 def with_traceback(line: str, error: BaseException) -> str:
-    """Append the file with the traceback of `error` to `line`, if it can be saved. A leak may cause a machine fault."""
+    """Save the traceback of `error` to a file, and append its path to `line` if that succeeded.
+
+    A machine fault may be due to a leak in qarl, such as too many open files. The traceback helps to find it.
+    """
     saved = _saved_traceback(error)
     return line if saved is None else f"{line} (traceback: {saved})"
 
@@ -71,7 +74,7 @@ def _explained(error: BaseException) -> str | None:
             return f"{said}; set TMPDIR to a writable directory with free space (and see ulimit -f)"
         return None
     if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-        return "no further thread can be started; raise the limit on processes with ulimit -u"
+        return "cannot start another thread; raise the limit on processes with ulimit -u"
     code = error.errno if isinstance(error, OSError) else _errno_in(str(error))
     if code is None:
         return None
@@ -87,11 +90,11 @@ def _explained(error: BaseException) -> str | None:
 
 
 def _errno_in(text: str) -> int | None:
-    """The errno that a library put into its message."""
+    """Return the errno that a library wrote into its message; None if there is none."""
     if found := _LIBRARY_ERRNO.search(text):
         return int(found[1])
-    said = [code for code in MACHINE_FIXES if os.strerror(code) in text]
-    return max(said, key=lambda code: len(os.strerror(code)), default=None)  # one text is the beginning of another
+    codes = [code for code in MACHINE_FIXES if os.strerror(code) in text]
+    return max(codes, key=lambda code: len(os.strerror(code)), default=None)  # one text may be a prefix of another
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -125,7 +128,7 @@ def _full_places() -> list[Path]:
 
 
 def unexpected(error: BaseException) -> str:
-    """One line about an internal error; the line names a file with the traceback."""
+    """Save the traceback of an internal error to a file, and return a one-line message that names the file."""
     what = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(": ")
     saved = _saved_traceback(error)
     if saved is None:
@@ -134,7 +137,7 @@ def unexpected(error: BaseException) -> str:
 
 
 def _saved_traceback(error: BaseException) -> str | None:
-    """The new file that holds the traceback of `error`; None if the machine refuses to write one.
+    """Write the traceback of `error` to a new file and return its path; None if it cannot be written.
 
     The file is readable by its owner only, because it may contain values of the run.
     """
@@ -158,7 +161,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, RuntimeError) and any(said in str(error).lower() for said in _SAID)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in _OUT_OF_MEMORY)
 
 
 @contextmanager

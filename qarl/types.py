@@ -14,13 +14,13 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class GivenResponse:
-    """A response that the data give, for supervised training and for distillation without sampling.
+    """A response from the data, for supervised training and for distillation without sampling.
 
     Attributes:
         token_ids: Tokens after the prompt, including the end-of-sequence token.
-        written: Whether each token is the assistant's; None: all. The loss covers only these. Others are later messages
-            of the user, or markup of the chat template.
-        complete: Whether the response was not cut to `rollout.max_response_length`.
+        written: Whether the assistant wrote each token; None: all. The loss covers only these. Others are later
+            messages of the user, or markup of the chat template.
+        complete: False if the response was cut to `rollout.max_response_length` or the model's context.
     """
 
     token_ids: list[int]
@@ -37,7 +37,7 @@ class Prompt:
         token_ids: The prompt as the sampler sees it, including the chat template.
         text: The same, as text.
         columns: The row's other columns (`answer`, ...), passed to the rewards.
-        response: The response that the data give; None if responses are sampled.
+        response: The response from the data; None if responses are sampled.
     """
 
     id: int
@@ -97,7 +97,7 @@ class TrainResult:
 
     Attributes:
         run_dir: Directory with everything that the run wrote.
-        metrics: One dict per step, as the lines of metrics.jsonl, oldest first, including those of earlier starts.
+        metrics: The lines of metrics.jsonl: one dict per step, oldest first, including steps before a resume.
         evaluations: The lines of evaluations.jsonl.
         checkpoint: Directory of the newest checkpoint; None if there is none.
         exit_code: 0 if the run is at its last step; 129, 130 or 143 if SIGHUP, Ctrl-C or SIGTERM stopped it after a
@@ -196,7 +196,7 @@ class ComparisonResult:
 
     @property
     def members(self) -> dict[str, dict[str, Any]]:
-        """Name of a run, variant or scheme -> its numbers and its state."""
+        """Entries of `members` in comparison.json (metrics and state), by name of the run, variant or scheme."""
         return {member["name"]: member for member in self.comparison["members"]}
 
 
@@ -265,14 +265,14 @@ class Exactness:
     """Whether the log-probs of sampled tokens are the learner's, bit for bit.
 
     Attributes:
-        target, scheme, kv_cache_dtype, engine, device: What was checked, and where.
+        target, scheme, kv_cache_dtype, engine, device: What was checked, with which engine, on which device.
         versions: Versions of torch, triton and vllm.
         tokens, responses: How many were sampled and compared.
         longest: Maximum tokens of a prompt and its response.
         preemptions: How often a sequence lost its KV pages; None if the engine does not report it.
         differing: Tokens whose log-prob differs.
         largest: Largest difference in nats.
-        drawn_per_s, recomputed_per_s: Tokens per second of the sampler and of the learner.
+        drawn_per_s, recomputed_per_s: Tokens per second that the sampler sampled and the learner recomputed.
         first: The first difference; None if no token differs.
     """
 
