@@ -207,7 +207,7 @@ def read_config_json(path: Path) -> Architecture:
         UnknownFamily: The model's family is not supported.
     """
     try:
-        config = read_json(path, nonfinite=True)  # as Python writes it
+        config = read_json(path, nonfinite=True)  # Python's json module writes NaN and Infinity
     except Unreadable as error:
         reason = error.reason
         damaged = reason.removeprefix("not valid JSON ")
@@ -222,7 +222,7 @@ def read_config_json(path: Path) -> Architecture:
     architecture = Architecture(
         **_sizes(found),
         family=family,
-        # transformers' own default; Qwen3 gives head_dim always, 128
+        # The defaults of transformers.
         head_dim=found.head_dim or (128 if family == "qwen3" else found.hidden_size // found.num_attention_heads),
         tied_embeddings=found.tie_word_embeddings,
         attention_bias=found.attention_bias and family in ("llama", "qwen3", "qwen3_moe", "olmoe"),
@@ -238,7 +238,7 @@ def read_config_json(path: Path) -> Architecture:
 
 
 def read_gguf(path: Path) -> Architecture:
-    """Read the architecture from a GGUF header. Raises ValueError as `read_config_json` does."""
+    """Read the architecture from a GGUF header. Raises ValueError and UnknownFamily like `read_config_json`."""
     header = read_gguf_header(path)
     family = _family(header.metadata, "general.architecture")
     values = {

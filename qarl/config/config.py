@@ -148,12 +148,16 @@ class Config(Section):
 
     @property
     def given(self) -> bool:
-        """Whether the data give the responses, so that nothing is sampled."""
+        """Whether the responses come from the data, so that nothing is sampled."""
         return self.rollout.engine == "data"
 
     @property
     def learns_stale(self) -> bool | None:
-        """Whether the learner needs log-probs of earlier versions. None: it trains on their tokens without them."""
+        """Whether `logp_old` of a token is computed at the policy version that sampled it, which may be an earlier one.
+
+        False: all tokens of a step have the current version. None: tokens may have earlier versions, but `logp_old` is
+        computed at the current one.
+        """
         ahead = self.rollout.asynchronous
         if ahead is None:
             return False
@@ -166,11 +170,11 @@ class Config(Section):
 
     @property
     def sequences(self) -> int:
-        """Sequences decoded together. If null, the CPU default, which is the lowest."""
+        """Maximum sequences decoded together. rollout.max_num_seqs: null counts as the CPU default, the lowest one."""
         ahead = self.rollout.asynchronous
         steps, prompts = 1, self.train.prompts_per_step
         if ahead is not None:
-            steps = ahead.steps_ahead + 1  # whose responses are in progress together
+            steps = ahead.steps_ahead + 1  # responses of this many steps are sampled at the same time
             prompts = math.ceil(prompts * ahead.oversample)
         return min(self.rollout.max_num_seqs or ON_CPU["rollout.max_num_seqs"], steps * prompts * self.rollout.n)
 
@@ -297,7 +301,7 @@ class Config(Section):
             yield self.fault("objective.router_shift_floor", text)
 
     def _vllm_routing_faults(self) -> Iterator[Fault]:
-        """Records of the experts, which are made per call of vLLM and not while requests come and go."""
+        """Settings that need the sampler's routing. vLLM's is recorded per call, but asynchronous requests overlap."""
         text = "rollout.async with engine vllm does not record experts; must be {}, or use rollout.engine: native"
         if self.model.routing == "replay":
             yield self.fault("model.routing", text.format("own or replay_learner"))
@@ -345,7 +349,7 @@ class Config(Section):
         """Products of sizes that exceed a limit although each size is valid."""
         responses, longest = self.responses_per_step, self.max_sequence_length
         if responses > RESPONSES:
-            text = f"with train.prompts_per_step = {self.train.prompts_per_step} {responses:,} responses per step"
+            text = f"times train.prompts_per_step = {self.train.prompts_per_step} is {responses:,} responses per step"
             yield self.fault("rollout.n", f"{text}; at most {RESPONSES:,} are possible")
         elif responses * longest > STEP_TOKENS:
             text = f"{responses:,} responses per step have {responses * longest:,} tokens with their prompts"
@@ -364,9 +368,9 @@ class Config(Section):
         if rollout.engine != "vllm" or rollout.numerics == self.vllm_numerics:
             return rollout
         if rollout.numerics == "fast":
-            notice("rollout.linear_kernels: qarl runs numerics exact, which multiply with the same kernels")
+            notice("rollout.linear_kernels: qarl selects numerics exact, which uses the same kernels for linear layers")
         decided = rollout.model_copy()
-        decided.__dict__["numerics"] = self.vllm_numerics  # so that it does not count as set: see `keep_sizes`
+        decided.__dict__["numerics"] = self.vllm_numerics  # leaves model_fields_set unchanged: see `keep_sizes`
         if self.vllm_numerics == "fast":
             notice(
                 f"rollout.numerics: fast, because {self._inexact} rules out exact; vLLM's log-probs will differ from "

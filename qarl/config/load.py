@@ -14,14 +14,14 @@ from qarl.inputs.files import NoSuchFile, Unreadable, read_text
 from qarl.inputs.paths import user_path
 from qarl.utils.text import visible
 
-SHORT = YAML_BYTES // 16  # characters of JSON; no shorter configuration exceeds a limit of YAML with its defaults
+SHORT = YAML_BYTES // 16  # characters of JSON; a shorter configuration stays within YAML's limits with its defaults
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     """Read, override and validate a configuration.
 
-    If the run directory is missing, the result has runs/<stem of path>, so that a copy of the configuration under
-    another name still refers to the same run.
+    If train.run_dir is not set, it becomes runs/<stem of path>. The resolved configuration therefore refers to the same
+    run when it is copied to another file name.
 
     Args:
         path: A YAML file or a pipe.

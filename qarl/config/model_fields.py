@@ -1,9 +1,9 @@
 """The keys of config.json that change a forward, per family: implemented, or refused unless they are off. No torch.
 
-Of the keys that transformers reads for a supported family, qarl computes what transformers computes (`IMPLEMENTED`), or
-accepts only the values that leave the forward unchanged (`refused`). It ignores the others, which do not change a
-forward. `tests/config/test_model_fields.py` lists those, reads the source of the installed transformers, and fails if
-it reads a key that is in none of the three.
+Every key that transformers reads for a supported family is in one of three lists: qarl implements it as transformers
+does (`IMPLEMENTED`), qarl accepts only the values that leave the forward unchanged (`refused`), or qarl ignores it
+because it does not change a forward. The third list is in `tests/config/test_model_fields.py`, which reads the source
+of the installed transformers and fails for a key in none of the lists.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,8 +39,8 @@ IMPLEMENTED = {
     }.items()
 }
 
-# Accepted values; a missing key is accepted too. First keys that transformers reads, then keys of other families whose
-# values a user would expect to have an effect.
+# Accepted values; a missing key is accepted too. Keys that transformers reads come first, then keys of other families
+# whose values a user would expect to have an effect.
 _OFF: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),  # null means no causal mask, as false does
     "clip_qkv": (None,),
@@ -228,7 +228,8 @@ def _check_rope(config: Mapping[str, Any]) -> None:
     rope = config[key]
     kind = _rope_type(rope)
     if kind not in ROPE_TYPES:
-        text = "changes with the sequence length, or is not known"  # which no batch-invariant forward can follow
+        # Frequencies that depend on the sequence length rule out a batch-invariant forward.
+        text = "changes with the sequence length, or is not known"
         raise ValueError(f"is not valid: {key}.rope_type = {short_json(kind)}: {text}; use {', '.join(ROPE_TYPES)}")
     for part in ROPE_TYPES[kind]:
         if rope.get(part) is None:

@@ -59,7 +59,7 @@ def _chosen(data: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    AnyObjective = ObjectiveConfig  # what all of them are
+    AnyObjective = ObjectiveConfig  # their base class
 else:
     AnyObjective = Annotated[
         Union[OBJECTIVES],  # noqa: UP007 (a tuple of any length)

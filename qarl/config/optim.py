@@ -54,21 +54,21 @@ class OptimConfig(Section):
     max_grad_norm: float = Field(1.0, ge=0, le=FACTOR, description="Maximum global gradient norm; 0 disables clipping.")
     master_dtype: Literal["float32", "bfloat16", "float16"] = Field(
         "float32",
-        description="Ablation: train with 16-bit weights. Rounds the masters to it at the start and after every "
-        "optimizer step. Masters and optimizer state are still stored in float32.",
+        description="Ablation: train with 16-bit weights. Rounds the master weights to this dtype at the start and "
+        "after every optimizer step. Master weights and optimizer state are still stored in float32.",
     )
     offload: Annotated[Literal[False, "moments", "all"], BeforeValidator(_offloaded)] = Field(
         False,
         description="Keep optimizer state in pinned host memory: slower, with identical results. moments (or true): "
-        "saves 8 bytes per AdamW parameter and 4 per Muon parameter; all: also the master weights, 4 bytes more. GPU "
-        "only.",
+        "saves 8 bytes per AdamW parameter and 4 per Muon parameter; all: also the master weights, another 4 bytes per "
+        "parameter. GPU only.",
     )
     loss_scale: float | None = Field(
         None,
         ge=SMALLEST,
         le=LOSS_SCALE,
-        description="Factor of the loss, against underflow of float16 gradients; gradients are divided by it before "
-        f"clipping. Default: 1, or initially {DYNAMIC_LOSS_SCALE:g} if dynamic. Steps that overflow are "
+        description="Factor of the loss that keeps float16 gradients from underflowing; gradients are divided by it "
+        f"before clipping. Default: 1, or initially {DYNAMIC_LOSS_SCALE:g} if dynamic. Steps that overflow are "
         "skipped.",
     )
     dynamic_loss_scale: bool | None = Field(

@@ -9,7 +9,7 @@ from qarl.utils.text import visible
 
 KeyPath = tuple[str, ...]
 
-_MOST_KEYS = 32  # in a path, as deep as YAML is read
+_MOST_KEYS = 32  # keys per path; equals yaml_io.DEPTH
 _SHOWN = 100  # characters of an override that a message repeats
 
 

@@ -19,7 +19,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 # Keys of `quant` that only a learner reads, or that only count before the first step.
 OF_TRAINING = {"learner", "ste_input", "backward", "init", "calibration"}
 Init = Literal["rtn", "gptq", "awq"]
-PYTHON_DOCS, PROMPTS = "python-docs", "prompts"  # values of `quant.calibration.source` that are no paths
+PYTHON_DOCS, PROMPTS = "python-docs", "prompts"  # values of `quant.calibration.source` that are not paths
 
 
 def _known(name: str) -> str:
@@ -63,8 +63,8 @@ class CalibrationConfig(Section):
 
     source: PathName = Field(
         PYTHON_DOCS,
-        description=f"{PYTHON_DOCS}: the language reference that CPython carries (pydoc_data.topics); {PROMPTS}: the "
-        "run's own prompts; otherwise the path of a UTF-8 file.",
+        description=f"{PYTHON_DOCS}: Python's language reference, a part of CPython (pydoc_data.topics); {PROMPTS}: "
+        "the run's own prompts; otherwise the path of a UTF-8 file.",
     )
     samples: int = Field(
         128,
@@ -166,9 +166,11 @@ class QuantConfig(Section):
             yield self.fault("backward", "kernels: reference has no FP8 matrix products; use bf16")
         if self.ste_input == "dequantized":
             if kind.activation is None:
-                yield self.fault("ste_input", f"scheme {self.scheme} keeps activations; use unquantized")
+                text = f"scheme {self.scheme} does not quantize activations; use unquantized"
+                yield self.fault("ste_input", text)
             elif self.learner == "full_precision":
-                yield self.fault("ste_input", "learner full_precision quantizes no input; use unquantized")
+                text = "learner full_precision does not quantize activations; use unquantized"
+                yield self.fault("ste_input", text)
         ignore_faults = [fault for index, entry in enumerate(self.ignore) for fault in _ignore_faults(index, entry)]
         yield from ignore_faults
         if not ignore_faults and not is_ignored("lm_head", self.ignore):
@@ -191,5 +193,5 @@ def _ignore_faults(index: int, entry: str) -> Iterator[Fault]:
 
 
 def scheme_of(quant: QuantConfig) -> Scheme:
-    """How the section stores a Linear weight, and which activations it quantizes."""
+    """Return the scheme that the section configures."""
     return make_scheme(quant.scheme, quant.group_size, quant.symmetric, quant.grid, quant.scale_dtype)

@@ -284,9 +284,11 @@ class RolloutConfig(Section):
 
     def faults(self) -> Iterator[Fault]:
         if self.replay is not None and self.dynamic_sampling is not None:
-            yield self.fault("replay", "records the chosen groups only; leave rollout.dynamic_sampling out")
+            yield self.fault(
+                "replay", "repeats recorded groups, without sampling more; leave rollout.dynamic_sampling out"
+            )
         if self.replay is not None and self.engine != "native":
-            yield self.fault("engine", "rollout.replay samples nothing but evaluations; use engine native")
+            yield self.fault("engine", "rollout.replay needs a sampler for evaluations only; use engine native")
         if self.engine == "data":
             yield from self._given_faults()
             return
@@ -318,24 +320,26 @@ class RolloutConfig(Section):
         if vllm.device is not None:
             yield self.fault("vllm.device", "with rollout.async, rollout.async.device is the sampler's GPU; leave null")
         if vllm.tensor_parallel > 1:
-            text = "requests arrive by time with rollout.async, and all parts of a model must schedule the same; use 1"
+            text = (
+                "with rollout.async requests arrive at any time, but all GPUs of a model must schedule the same; use 1"
+            )
             yield self.fault("vllm.tensor_parallel", text)
         if vllm.publish == "delta":
             yield self.fault("vllm.publish", "rollout.async sends every tensor; use full")
 
     def _given_faults(self) -> Iterator[Fault]:
-        """Settings of sampling that have no meaning for given responses."""
+        """Sampling settings that have no effect on given responses."""
         if self.n != 1:
             yield self.fault("n", "engine data has one response per row; must be 1")
         for key in ("async", "dynamic_sampling"):
             if getattr(self, key) is not None:
                 yield self.fault(key, "engine data samples nothing; leave it out")
         if self.replay is not None:
-            yield self.fault("replay", "engine data has its responses from the data; leave it out")
+            yield self.fault("replay", "engine data takes its responses from the data; leave it out")
 
     def _exact_faults(self) -> Iterator[Fault]:
         if self.linear_kernels == "vllm":
-            yield self.fault("linear_kernels", "rollout.numerics: exact multiplies with qarl's kernels; leave null")
+            yield self.fault("linear_kernels", "rollout.numerics: exact runs qarl's kernels; leave null")
         for name, value in self.vllm.args.items():
             if name not in EXACT_ARGS:
                 text = "may change what is computed, and rollout.numerics is exact; leave it out, or use numerics fast"

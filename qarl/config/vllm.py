@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, JsonValue
 from qarl.inputs.limits import DEVICES, FILES, SECONDS
 from qarl.inputs.section import Fault, Field, Section, notice
 
-# vLLM engine arguments that other keys decide.
+# vLLM engine arguments, and the configuration key that sets each.
 ARGS_BY_KEY = {
     "model": "model.path",
     "tokenizer": "model.path",
@@ -18,8 +18,8 @@ ARGS_BY_KEY = {
     "max_model_len": "model.max_length",
     "quantization": "quant.scheme",
     "kv_cache_dtype": "quant.kv_cache_dtype",
-    "kv_cache_dtype_skip_layers": "quant.kv_cache_dtype",  # all layers have it
-    "calculate_kv_scales": "quant.kv_cache_dtype",  # the scale is 1
+    "kv_cache_dtype_skip_layers": "quant.kv_cache_dtype",  # all layers have the same dtype
+    "calculate_kv_scales": "quant.kv_cache_dtype",  # the scale is always 1
     "seed": "train.seed",
     "max_num_seqs": "rollout.max_num_seqs",
     "max_num_batched_tokens": "rollout.max_batched_tokens",
@@ -75,7 +75,7 @@ EXACT_ARGS = (
     "scheduling_policy",
 )
 
-# Defaults of `memory_frac`. vLLM's own is 0.9; a publish to the GPU needs some of the rest.
+# Defaults of `memory_frac`. Below vLLM's 0.9, because a publish needs GPU memory outside of vLLM's share.
 SHARED_GPU_FRAC, OWN_GPU_FRAC = 0.4, 0.85
 
 
@@ -86,7 +86,10 @@ Restarts = Annotated[
 
 
 def _supported(publish: Any) -> Any:
-    """Accept `changed`, a mode of earlier versions. A step changes nearly all layers: it sent 99.8 % of the bytes."""
+    """Accept `changed`, a mode of earlier versions that sent only changed layers.
+
+    It was removed because nearly every layer changes in every step, so that it sent 99.8 % of the bytes.
+    """
     if publish != "changed":
         return publish
     notice("rollout.vllm.publish: changed is no longer supported; using full, which gives the same results")
@@ -104,8 +107,8 @@ class VLLMConfig(Section):
         None,
         ge=0,
         lt=DEVICES,
-        description="CUDA index of the sampler's own GPU, for the first rank; other ranks use the next indices. null: "
-        "the learner's GPU.",
+        description="CUDA index of a separate GPU for the sampler of the first rank; other ranks use the next indices. "
+        "null: share the learner's GPU.",
     )
     data_parallel: int | None = Field(
         None,
@@ -173,7 +176,7 @@ class VLLMConfig(Section):
         if self.process == "inline" and self.device is not None:
             yield self.fault("device", "process inline samples on the learner's own GPU; use separate, or leave null")
         if self.tensor_parallel > 1:
-            yield from self._cut_faults()
+            yield from self._tensor_parallel_faults()
         for name, value in self.args.items():
             if name in ARGS_BY_KEY:
                 yield Fault(("args", name), value, f"is decided elsewhere; set {ARGS_BY_KEY[name]}")
@@ -185,12 +188,12 @@ class VLLMConfig(Section):
                 fix = f"write {name.replace('-', '_')}" if name.replace("-", "_").isidentifier() else "leave it out"
                 yield Fault(("args", name), value, f"is not the name of an engine argument; {fix}")
 
-    def _cut_faults(self) -> Iterator[Fault]:
+    def _tensor_parallel_faults(self) -> Iterator[Fault]:
         if self.process == "inline":
             yield self.fault("process", "runs vLLM in one process, but tensor_parallel needs several; use separate")
         if self.publish == "delta":
-            text = "changes words of whole tensors, but with tensor_parallel each GPU has a part; use full"
+            text = "sends changed words of whole tensors, but with tensor_parallel each GPU has a part; use full"
             yield self.fault("publish", text)
         if "async_scheduling" in self.args:
-            text = "schedules by time, but with tensor_parallel all GPUs must schedule the same; leave it out"
+            text = "depends on timing, but with tensor_parallel all GPUs must schedule the same; leave it out"
             yield Fault(("args", "async_scheduling"), self.args["async_scheduling"], text)

@@ -99,7 +99,7 @@ def stored_format(directory: Path) -> CheckpointFormat | None:
 
 
 def require_gguf(path: Path, architecture: Architecture) -> None:
-    """Like `require_weights`, for a GGUF file. Types are checked by its reader."""
+    """Like `require_weights`, for a GGUF file. Does not check types, because the file's reader does."""
     try:
         header = read_gguf_header(path)
     except ValueError as error:
@@ -142,7 +142,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def gguf_name(name: str) -> str:
-    """GGUF name of a parameter of the families in `FAMILIES`."""
+    """Return the GGUF name of a parameter, given its Hugging Face name."""
     module, _, kind = name.rpartition(".")
     if module in _GGUF_WHOLE:
         return f"{_GGUF_WHOLE[module]}.{kind}"
@@ -193,7 +193,7 @@ def _difference(
     if shapes:
         name = shapes[0]
         faults.append(
-            f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, {source} makes it "
+            f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, according to {source} "
             f"{list(wanted[name].shape)})"
         )
     if types:

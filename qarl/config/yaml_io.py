@@ -81,7 +81,7 @@ def parse_yaml(text: str, place: str) -> Any:
             not a string or occurs twice.
     """
     if len(text) > YAML_BYTES:
-        raise UserError(f"{place}: has {len(text):,} characters, more than the {YAML_BYTES:,} that are read of YAML")
+        raise UserError(f"{place}: has {len(text):,} characters; YAML may have at most {YAML_BYTES:,}")
     values = _Values()
     try:
         loader = _Loader(text)
