@@ -1,4 +1,4 @@
-"""Token sequences that calibrate a quantization: `quant.calibration`."""
+"""Token sequences for the calibration of GPTQ and AWQ: `quant.calibration`."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def calibration_sequences(
     """Return the token ids of the calibration text, one list per window or prompt.
 
     Args:
-        config: What to read, and how much of it.
-        tokenizer: Of the model.
-        context: Longest sequence of the model.
-        prompts: Of the run, for `source: prompts`.
-        place: What errors call the source.
+        config: The `quant.calibration` section.
+        tokenizer: The model's tokenizer.
+        context: Maximum sequence length of the model in tokens.
+        prompts: The run's prompts, for `source: prompts`.
+        place: Configuration key or option that names the source, for errors.
 
     Raises:
         UserError: The text cannot be read, or has no tokens.
@@ -48,7 +48,7 @@ def calibration_sequences(
         ids = tokenizer(_text(config.source, place), add_special_tokens=False, verbose=False)["input_ids"]
         if not ids:
             raise UserError(f"{place}: {config.source}: has no tokens; give a longer text")
-        # A text shorter than one window is one window; otherwise an incomplete last one is dropped.
+        # A text shorter than one window is one window; of a longer text, an incomplete last window is dropped.
         sequences = [ids[start : start + length] for start in range(0, max(1, len(ids) - length + 1), length)]
     chosen = random.Random(config.seed).sample(range(len(sequences)), min(config.samples, len(sequences)))
     return [sequences[index] for index in chosen]

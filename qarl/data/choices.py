@@ -44,15 +44,15 @@ def _lettered(row: Row, index: int, section: ChoicesConfig, place: str) -> Row:
     options = [str(option) for option in given]
     if not 2 <= len(options) <= len(LETTERS):
         raise UserError(f"{place}: has {len(options)} options; 2 to {len(LETTERS)} are possible")
-    correct = 0 if section.right is None else _place_of(right, options, labels, place)
+    correct = 0 if section.right is None else _index_of(right, options, labels, place)
     order = list(range(len(options)))
     if section.shuffle_seed is not None:
         random.Random(f"choices-{section.shuffle_seed}-{index}").shuffle(order)
-    lines = [f"{LETTERS[place]}. {options[option].strip()}" for place, option in enumerate(order)]
+    lines = [f"{LETTERS[position]}. {options[option].strip()}" for position, option in enumerate(order)]
     return {"choices": "\n".join(lines), "answer": LETTERS[order.index(correct)]}
 
 
-def _place_of(right: Any, options: list[str], labels: Any, place: str) -> int:
+def _index_of(right: Any, options: list[str], labels: Any, place: str) -> int:
     """Return the index of the correct option, given as a label, a letter, an index, or the text of the option."""
     names = [str(label) for label in labels] if isinstance(labels, list) else list(LETTERS[: len(options)])
     if len(names) != len(options):
@@ -63,4 +63,4 @@ def _place_of(right: Any, options: list[str], labels: Any, place: str) -> int:
         return right
     if str(right) in options:
         return options.index(str(right))
-    raise UserError(f"{place}: the right option {right!r} is none of its options")
+    raise UserError(f"{place}: the right option {right!r} is not one of its options")

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 def map_columns(rows: list[Row], config: DataConfig, needs_prompt: bool = True) -> list[Row]:
     """Add the columns of `config.columns` ({new name: source column, or path into one}) to the rows.
 
-    A path consists of names separated by dots (`reward_model.ground_truth`), and of numbers for items of lists. If a
-    column or field has dots in its own name, that name takes precedence. A field of null gives null.
+    A path consists of names separated by dots (`reward_model.ground_truth`), and of indices of list items. If a column
+    or field has dots in its own name, that name takes precedence. The value at a path may be None; a path below None
+    does not exist.
 
     Raises:
-        UserError: A column or field does not exist, or no `prompt` results although it is needed. Names key, row and
-            alternatives.
+        UserError: A column or field does not exist, or the result has no `prompt` although it needs one. The message
+            gives key, row and alternatives.
     """
     names = list(rows[0])
     if needs_prompt and config.prompt_template is None and "prompt" not in {*names, *config.columns}:
@@ -61,7 +62,7 @@ def field_of(row: Row, path: str) -> Any:
                 kind = "field" if done else "column"
                 raise NoField(done, f" has no {kind} `{missing}`; it has: {listed(value)}")
             if isinstance(value, list):
-                raise NoField(done, f" is a list of {len(value)} items and has no `{missing}`; give the number of one")
+                raise NoField(done, f" is a list of {len(value)} items and has no `{missing}`; give an item's index")
             what = "null" if value is None else f"{type(value).__name__} ({value!r:.40})"
             raise NoField(done, f" is {visible(what)}, and has no field `{missing}`")
         value = value[int(head)] if isinstance(value, list) else value[head]

@@ -65,8 +65,12 @@ def plain_messages(messages: list[Message], place: str) -> list[Message]:
 def row_arguments(tools: Any, kwargs: Any, place: str, uses_tools: bool) -> Arguments:
     """Return the arguments of the chat template that a row gives in the columns `tools` and `chat_template_kwargs`.
 
-    Both may be JSON text. Values of another type are no such arguments. Keys with null are dropped, see
-    `plain_messages`. uses_tools: Whether the chat template uses `tools`.
+    Both may be JSON text. Values of other types are ignored. Keys with null are dropped, see `plain_messages`.
+
+    Args:
+        tools, kwargs: Values of the two columns.
+        place: The row, for error messages.
+        uses_tools: Whether the chat template uses `tools`.
 
     Raises:
         UserError: A name cannot be an argument, or the chat template does not use `tools`.
@@ -102,10 +106,10 @@ class ChatTemplate:
     """The chat template of a tokenizer and its arguments.
 
     Attributes:
-        tokenizer: Has the template.
+        tokenizer: The tokenizer.
         kwargs: `data.chat_template_kwargs`.
-        now: The time that `strftime_now` formats, local and without a zone as in transformers.
-        refusal, remedy: For error messages: what failed if the template raises, and how to avoid the template.
+        now: The time that `strftime_now` formats, local and without a time zone, as in transformers.
+        refusal, remedy: Parts of error messages: what failed, and how to do without the template.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -124,7 +128,7 @@ class ChatTemplate:
 
         A final assistant message is continued: its text ends the prompt, as with `continue_final_message` of
         transformers. If its text is empty or only whitespace, there is nothing to continue, and a new assistant turn
-        begins. One also begins after a final message that calls tools, which is complete.
+        begins. A new turn also begins after a final message that calls tools, because that message is complete.
 
         Args:
             conversations: Lists of messages, see `plain_messages`.
@@ -141,7 +145,7 @@ class ChatTemplate:
     def split(
         self, conversations: Sequence[Conversation], places: Sequence[str], arguments: Sequence[Arguments]
     ) -> list[list[tuple[str, bool]]]:
-        """Render whole conversations, split into pieces that are a trained assistant's turn and pieces that are not.
+        """Render whole conversations, split into trained assistant turns and the text between them.
 
         A turn begins after the template's generation prompt and includes what the template writes after the message,
         such as the end-of-sequence token. Templates that change earlier turns when later ones follow (Qwen3 removes
@@ -187,7 +191,7 @@ class ChatTemplate:
         try:
             text = self._whole(messages, arguments, opens=final is None, continues=final is not None)
         except ValueError as error:
-            if not str(error).startswith("continue_final_message"):  # of transformers: the text is not in the result
+            if not str(error).startswith("continue_final_message"):  # transformers does not find the message's text
                 raise
             raise ValueError(_CHANGED) from error
         # transformers looks for the text anywhere: an earlier message with the same text hides that it was dropped.
@@ -219,7 +223,10 @@ class ChatTemplate:
     def _whole(
         self, messages: list[Message], arguments: Arguments, opens: bool = False, continues: bool = False
     ) -> str:
-        """Render messages as they are, followed by the generation prompt if `opens`, or cut for `continues`."""
+        """Render messages.
+
+        opens: Append the generation prompt. continues: Cut after the text of the last message.
+        """
         return str(
             self.tokenizer.apply_chat_template(
                 messages,
@@ -232,7 +239,7 @@ class ChatTemplate:
         )
 
     def _require_used(self) -> None:
-        template = str(self.tokenizer.chat_template)  # one, or several by name
+        template = str(self.tokenizer.chat_template)  # a template, or a dict of templates by name
         for name in self.kwargs:
             if not re.search(rf"\b{name}\b", template):
                 raise UserError(
@@ -264,7 +271,7 @@ _OTHER_BEGINNING = (
     "would not see what it is prompted with; set data.chat_template_kwargs to match, or repair the template"
 )
 _CHANGED = (
-    "it drops or changes part of the last message (assistant), which cannot be continued then; shorten that message, "
+    "it drops or changes part of the last message (assistant), so that it cannot be continued; shorten that message, "
     "or end the prompt with a user message"
 )
 
@@ -273,9 +280,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool
     """Tokenize prompts.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         texts: The prompts.
-        templated: Whether the chat template rendered them, which writes its special tokens itself. Other texts get the
+        templated: Whether a chat template rendered the texts. It has written all special tokens. Other texts get the
             special tokens that the tokenizer prepends (BOS), but not those that it appends (EOS, SEP), because the
             model would treat the prompt as complete.
     """
@@ -283,7 +290,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool
         return [list(ids) for ids in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
     encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
     masks = encoded["special_tokens_mask"]  # 1: added by the tokenizer, and not in the text
-    if (mask := next((mask for mask in masks if 0 in mask), None)) is None:  # only empty texts: nothing between the two
+    if (mask := next((mask for mask in masks if 0 in mask), None)) is None:  # empty texts do not tell BOS from EOS
         mask = tokenizer("a", return_special_tokens_mask=True, verbose=False)["special_tokens_mask"]
     added = next((count for count, special in enumerate(reversed(mask)) if not special), len(mask))
     return [list(ids[: len(ids) - added]) for ids in encoded["input_ids"]]
@@ -292,7 +299,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], templated: bool
 def require_known_tokens(
     ids: Sequence[int], vocabulary: int | None, tokenizer: PreTrainedTokenizerBase, place: str
 ) -> None:
-    """Raise UserError for a token beyond the model's embedding. vocabulary: its number of tokens, if it is known."""
+    """Raise UserError for a token beyond the model's embedding. vocabulary: Rows of the embedding; None: unknown."""
     if vocabulary is not None and max(ids, default=0) >= vocabulary:
         token = tokenizer.convert_ids_to_tokens(max(ids))
         raise UserError(f"{place}: holds {token!r}, a token that the model lacks; leave it out")

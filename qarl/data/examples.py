@@ -1,8 +1,8 @@
-"""From rows to prompts with given responses: the data of supervised training and of distillation without sampling.
+"""Build prompts with given responses from rows, for supervised training and for distillation without sampling.
 
 Three kinds of rows are accepted, as in TRL:
 
-    prompt + completion    text, or messages, which may repeat the prompt; the prompt is built as for sampling
+    prompt + completion    both text or messages; the completion may repeat the prompt; the prompt is built as for RL
     messages               a conversation; every turn of the assistant is trained on
     text                   plain text; every token but the first is trained on
 """
@@ -41,14 +41,23 @@ _BATCH = 1000  # rows tokenized in one call
 
 @dataclass
 class ExampleReport:
-    """What became of the rows. tokens: response tokens that the loss is over."""
+    """How many rows of the source became examples.
+
+    Attributes:
+        rows: Rows of the source.
+        kept: Examples.
+        tokens: Response tokens that have a loss.
+        cut: Responses that were cut to the maximum length.
+        endless: Responses that were not cut, but do not end with a stop token.
+        dropped: Number of dropped rows per reason.
+    """
 
     rows: int
     kept: int = 0
     tokens: int = 0
-    cut: int = 0  # responses cut to the longest that is allowed
-    endless: int = 0  # responses that are not cut and do not end with a token that ends a response
-    dropped: Counter[str] = field(default_factory=Counter)  # reason: rows
+    cut: int = 0
+    endless: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
 
     def summary(self) -> str:
         """One line for the console."""
@@ -82,25 +91,25 @@ def build_examples(
 ) -> tuple[list[Prompt], ExampleReport]:
     """Load `config.source` and turn its rows into prompts with responses, in the order of the source.
 
-    The first trained token begins the response. A response that is longer than `max_response_length`, or than the
-    context has room for, is cut. The end of a trained turn is its last token in `stops`; what the chat template writes
-    after it is context. Text without a chat template gets the tokenizer's end-of-sequence token.
+    The response begins with the first trained token. It is cut to `max_response_length`, and to what the context has
+    room for. A trained turn ends with its last token in `stops`; what the chat template writes after it is context.
+    Without a chat template, the tokenizer's end-of-sequence token is appended.
 
     Args:
         config: The `data` section.
         tokenizer: The model's tokenizer.
-        max_context: Limit for the tokens of prompt and response together.
-        max_response_length: Limit for the tokens of a response.
-        stops: Tokens that end a response.
-        vocabulary: Number of tokens in the model's embedding, if it is known.
-        now: The time that the chat template sees; default the current time.
-        key: The section, for errors.
+        max_context: Maximum tokens of a prompt plus its response.
+        max_response_length: Maximum tokens of a response.
+        stops: Ids of the tokens that end a response.
+        vocabulary: Rows of the model's embedding; None: unknown.
+        now: The time that the chat template sees. Default: the current time.
+        key: Name of the section in errors.
 
     Returns:
         The prompts, and a report of cut and dropped rows.
 
     Raises:
-        UserError: As `build_prompts`; or a row without a response, or no row left.
+        UserError: As `build_prompts`, or a row has no response, or no row is left.
     """
     rows, places = mapped_rows(config, tokenizer, needs_prompt=False, key=key)
     column = _response_column(config, rows[0], key)
@@ -225,11 +234,11 @@ def _conversation(
     if not any(message["role"] == "assistant" for message in messages[first:]):
         raise UserError(f"{place}: `{column}` has no message of the assistant to learn from; drop the row")
     if messages[0]["role"] == "assistant":
-        raise UserError(f"{place}: the conversation begins with the assistant, so nothing prompts it; drop that turn")
+        raise UserError(f"{place}: the conversation begins with the assistant, without a prompt; drop that turn")
     if "tool_calls" not in str(template) and any(message["content"] is None for message in messages):
         raise UserError(
-            f"{place}: a message without content calls tools, which the model's chat template does not write; drop "
-            "the row, or use a model whose template has tool_calls"
+            f"{place}: a message without content calls tools, but the model's chat template does not render tool "
+            "calls; drop the row, or use a model whose template has tool_calls"
         )
     return messages, first
 
@@ -237,10 +246,11 @@ def _conversation(
 def _chats(
     conversations: list[list[tuple[str, bool]]], tokenizer: PreTrainedTokenizerBase, stops: Set[int], places: list[str]
 ) -> Iterator[Tokens]:
-    """Tokenize rendered conversations as a whole; a token belongs to the piece in which it begins."""
+    """Tokenize rendered conversations as a whole. A token belongs to the piece in which it begins."""
     if not tokenizer.is_fast:
         raise UserError(
-            "model.path: the tokenizer does not report where its tokens are (no tokenizer.json); convert it"
+            "model.path: the tokenizer does not report the offsets of its tokens (it has no tokenizer.json); convert "
+            "it to a fast tokenizer"
         )
     texts = [
         require_encodable("".join(text for text, _ in pieces), place)
@@ -269,13 +279,13 @@ def _pairs(pairs: list[tuple[Any, str]], tokenizer: PreTrainedTokenizerBase, sto
     whole = encode(tokenizer, [prompt + completion for prompt, completion in pairs], templated=False)
     alone = tokenizer([completion for _, completion in pairs], add_special_tokens=False, verbose=False)["input_ids"]
     for prompt, both, completion in zip(prompts, whole, alone, strict=True):
-        # Tokens may merge across the boundary. The sampler begins after the prompt's own tokens, and so does this.
+        # Tokens may merge across the boundary. The sampler continues the prompt's own tokens, so training does too.
         after = both[len(prompt) :] if both[: len(prompt)] == prompt else list(completion)
         yield _ended(prompt, after, tokenizer, stops)
 
 
 def _plain_texts(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
-    """Tokenize texts. The first token is the prompt: nothing predicts it."""
+    """Tokenize texts. The first token is the prompt, because it cannot be predicted."""
     for ids in encode(tokenizer, texts, templated=False):
         yield _ended(ids[:1], ids[1:], tokenizer, frozenset())
 

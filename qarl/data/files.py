@@ -36,8 +36,8 @@ _METADATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "st
 def read_file(path: Path) -> list[Row]:
     """Read all rows of one file, whose suffix determines the format. For the types of CSV cells see `_read_csv`.
 
-    Values that JSON cannot represent are converted, see `values.plain`. Raises UserError naming the file, and the line
-    for line-based formats.
+    Values that JSON cannot represent are converted, see `values.plain`. Raises UserError with the file, and with the
+    line for line-based formats.
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
@@ -49,7 +49,7 @@ def read_file(path: Path) -> list[Row]:
 
 
 def read_directory(directory: Path, split: str) -> list[Row]:
-    """Read the rows of a split. Raises UserError like `split_files`, and for unreadable files."""
+    """Read the rows of a split of a directory. Raises UserError like `split_files` and `read_file`."""
     return _same_keys([row for path in split_files(directory, split) for row in read_file(path)], directory)
 
 
@@ -81,7 +81,9 @@ def split_files(directory: Path, split: str) -> list[Path]:
     paths = found[split.lower()]
     suffixes = sorted({path.suffix.lower() for path in paths})
     if len(suffixes) > 1:
-        raise UserError(f"data.source: split `{split}` of {directory} is there as {' and '.join(suffixes)}; name one")
+        raise UserError(
+            f"data.source: split `{split}` of {directory} exists as {' and '.join(suffixes)}; give the path of one file"
+        )
     return paths
 
 
@@ -119,7 +121,7 @@ def _read_jsonl(path: Path) -> list[Row]:
             continue
         try:
             row = parse_json(line, f"{path} line {number}", big_integers=True, nonfinite=True)
-        except Unreadable as error:  # its text has one line
+        except Unreadable as error:  # the parser saw one line, so its line number is always 1
             reason = error.reason.replace("(line 1 column", "(column", 1).replace("(line 1, byte", "(byte", 1)
             raise Unreadable(f"{path} line {number}", reason) from None
         if not isinstance(row, dict):
@@ -142,7 +144,7 @@ def _read_parquet(path: Path) -> list[Row]:
                 raise UserError(f"data.source: {path}: a column name appears twice in {visible(', '.join(names))}")
             rows = table_rows(file.read())
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
-        # the latter two: text that is not UTF-8, and times out of Python's range
+        # ValueError and OverflowError: text that is not UTF-8, and times outside Python's range
         said = visible(" ".join(str(error).split())[:300])
         raise UserError(f"data.source: {path}: not a readable Parquet file ({said})") from error
     return plain_rows(rows, f"data.source: {path}")
@@ -160,7 +162,7 @@ def table_rows(table: pyarrow.Table) -> list[Row]:
 
 
 def _floats_as(kind: pyarrow.DataType, of: pyarrow.DataType) -> pyarrow.DataType:
-    """Return the type `of` with `kind` for float32, also within lists and structs."""
+    """Return the type `of` with float32 replaced by `kind`, also within lists and structs."""
     from pyarrow import list_, struct, types
 
     if types.is_list(of):
@@ -171,7 +173,7 @@ def _floats_as(kind: pyarrow.DataType, of: pyarrow.DataType) -> pyarrow.DataType
 
 
 def plain_rows(rows: list[Row], place: str) -> list[Row]:
-    """Convert rows to JSON values, see `values.plain`. Raises UserError naming row and column."""
+    """Convert rows to JSON values, see `values.plain`. Raises UserError with row and column."""
     found = []
     for index, row in enumerate(rows):
         values = {}
@@ -185,9 +187,9 @@ def plain_rows(rows: list[Row], place: str) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Read the rows under the header line. A column is int or float only if every cell round-trips exactly.
+    """Read the rows below the header line. A column is int or float only if every cell round-trips exactly.
 
-    So `19` is a number, but a column with `007` or `3.10` stays text, because the answer is compared in that spelling.
+    So `19` is a number, but a column with `007` or `3.10` stays text, because rewards may compare the spelling.
     """
     rows: list[list[str]] = []
     csv.field_size_limit(LINE_BYTES)  # process-wide; the default is 131,072 characters

@@ -1,4 +1,4 @@
-"""From rows to prompts: column mapping, template, chat template, tokenization, length filter."""
+"""Build prompts from rows: column mapping, template, chat template, tokenization, length filter."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class DropReport:
 
     Attributes:
         rows: Rows of the source.
-        reasons: Why rows were dropped -> how many were.
+        reasons: Number of dropped rows per reason.
         shortest, longest: Prompt lengths in tokens over all rows, including dropped ones.
     """
 
@@ -81,27 +81,26 @@ def build_prompts(
 
     The columns of a row are those of the source, the mapped ones (`columns: {prompt: question}` adds `prompt`; see
     `map_columns`), and those of `letter_choices`. The prompt is the column `prompt`, or `prompt_template` filled with
-    the row's columns. With
-    `chat_template` it becomes a conversation, which `ChatTemplate` renders: text is one user message, a list of
-    {role, content} is a conversation already (see `plain_messages`), and `system_prompt` goes first. `encode` says
-    which special tokens a prompt has.
+    the row's columns. With `chat_template` it becomes a conversation, which `ChatTemplate` renders: text becomes one
+    user message, a list of {role, content} is a conversation already (see `plain_messages`), and `system_prompt` goes
+    first. For special tokens see `encode`.
 
     Args:
         config: The `data` section.
         tokenizer: The model's tokenizer.
-        max_context: Limit for the tokens of prompt and response together. Longer rows are dropped, and so are prompts
-            over `config.max_prompt_length`.
+        max_context: Maximum tokens of a prompt plus its response. A prompt is dropped if `max_response_length` more
+            tokens would exceed this, or if it exceeds `config.max_prompt_length`.
         max_response_length: Maximum tokens of a response.
-        vocabulary: Number of tokens in the model's embedding, if it is known.
-        now: The time that the chat template sees; default the current time.
+        vocabulary: Rows of the model's embedding; None: unknown.
+        now: The time that the chat template sees. Default: the current time.
 
     Returns:
         The prompts, and a report of dropped rows. `Prompt.id` is the row's position; `Prompt.columns` has all columns
         except `RESERVED_COLUMNS`.
 
     Raises:
-        UserError: As for `load_rows`; or a missing column, a bad template, a prompt of the wrong type, a tokenizer
-            without a chat template, a token that the model lacks, or no prompt left after the filter.
+        UserError: As for `load_rows`; or a column is missing, the template is invalid, a prompt has the wrong type, the
+            tokenizer has no chat template, the model lacks a token, or no prompt is left after the filter.
     """
     rows, places = mapped_rows(config, tokenizer)
     texts = _texts(rows, places, config, tokenizer, now)
@@ -135,7 +134,7 @@ def build_prompts(
 def mapped_rows(
     config: DataConfig, tokenizer: PreTrainedTokenizerBase, needs_prompt: bool = True, key: str = "data"
 ) -> tuple[list[Row], list[str]]:
-    """Load the rows with mapped columns and lettered choices, and a place for messages about each.
+    """Return the rows with mapped columns and lettered choices, and the name of each row in error messages.
 
     Raises UserError as `build_prompts`.
     """
@@ -236,7 +235,7 @@ def _fill_template(row: Row, index: int, template: str) -> str:
 
 
 def require_encodable(prompt: str, place: str) -> str:
-    """Return the text. Raises UserError if no tokenizer accepts it."""
+    """Return the text. Raises UserError if it is too long or cannot be encoded as UTF-8."""
     if len(prompt) > PROMPT_CHARS:
         raise UserError(f"{place}: the prompt has {len(prompt):,} characters, at most {PROMPT_CHARS:,} can be used")
     try:
@@ -244,6 +243,6 @@ def require_encodable(prompt: str, place: str) -> str:
     except UnicodeEncodeError as error:
         raise UserError(
             f"{place}: character {error.start} of the prompt is a lone surrogate ({visible(prompt[error.start])}), "
-            "which is no character; write it out"
+            "which is not a character; remove it"
         ) from error
     return prompt

@@ -1,12 +1,11 @@
 """Run a function on a list of items in a child process with limits on CPU time and memory per item.
 
 A chat template is a program that comes with the model. Nested loops over `range(100000)`, `10 ** 10 ** 10` or a string
-that doubles itself never end, or use all memory. Counting loop steps inside jinja misses single operations that are
-implemented in C, and a signal handler cannot interrupt those either. The kernel can end a process at any point, from
-any thread.
+that doubles itself never end, or use all memory. Counting loop steps inside jinja would miss single operations that are
+implemented in C, and a signal handler cannot interrupt those either. The kernel can end a process at any point.
 
-A fork, and not a new interpreter: it starts in 10 ms and renders with the same transformers. The child only runs pure
-Python and leaves with `os._exit`, so thread pools and GPU contexts that it inherits are never used.
+The child is forked, because a fork starts in 10 ms and has transformers imported. It only runs pure Python and leaves
+with `os._exit`, so thread pools and GPU contexts that it inherits are never used.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ def load_rows(config: DataConfig) -> list[Row]:
     Anything else is a hub dataset. Every row has the same keys; a key that some JSON rows lack is None there.
 
     Raises:
-        UserError: Unknown task or option, missing or unreadable file (names the line), missing split, or no rows.
+        UserError: The task or an option is unknown, a file is missing or unreadable (the message gives the line), the
+            split is missing, or there are no rows.
     """
     source = config.source
     if is_generator(source):

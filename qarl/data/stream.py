@@ -19,6 +19,9 @@ class PromptStream:
     The order of an epoch depends on (seed, epoch) alone, so the position is two integers and resuming is exact.
 
     Args:
+        prompts: The prompts, at least one.
+        seed: Seed of the order.
+        shuffle: Whether epochs are shuffled; otherwise all have the order of `prompts`.
         pass_rate: Inclusive bounds. Prompts whose last responses have a mean reward outside of them are skipped. None:
             none are skipped.
     """
@@ -43,11 +46,11 @@ class PromptStream:
     def next(self, n: int) -> list[Prompt]:
         """Return the next n prompts. A prompt may appear twice across an epoch's end; if n > len(prompts) some do.
 
-        If as many prompts in a row as there are would be skipped, those that follow are not.
+        After len(prompts) skips in a row, prompts outside the bounds are returned too, so that the stream never ends.
         """
-        dealt: list[Prompt] = []
+        found: list[Prompt] = []
         skipped = 0
-        while len(dealt) < n:
+        while len(found) < n:
             if self._position == len(self._order):
                 self._epoch += 1
                 self._position = 0
@@ -58,9 +61,9 @@ class PromptStream:
             if skips and skipped < len(self._prompts):
                 skipped += 1
                 continue
-            dealt.append(prompt)
+            found.append(prompt)
             skipped = skipped if skips else 0
-        return dealt
+        return found
 
     def record_rewards(self, prompts: Sequence[Prompt], rewards: Sequence[float]) -> None:
         """Record the rewards of responses, the same number per prompt, in the order of the prompts."""
@@ -78,9 +81,7 @@ class PromptStream:
         return not low - 1e-9 <= rate <= high + 1e-9  # the mean of 0.7 and 0.1 is 0.39999999999999997
 
     def state(self) -> dict[str, Any]:
-        """Return the position as JSON. pass_rates: [prompt id, mean reward] of the prompts sampled so far, if
-        skipping is on.
-        """
+        """Return the state as JSON values: the position, and [prompt id, mean reward] of scored prompts if skipping."""
         return {
             "epoch": self._epoch,
             "position": self._position,
@@ -90,22 +91,22 @@ class PromptStream:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken. Raises UserError if it was taken over other prompts or other answers.
+        """Continue at the position of a `state`. Raises UserError if it is for other prompts or other columns.
 
-        If the state has no `columns_fingerprint` (earlier versions), the answers are not checked.
+        If the state has no `columns_fingerprint` (earlier versions), the columns are not checked.
         """
         if state["fingerprint"] != self.fingerprint:
             raise UserError(
-                f"data: the prompts are not those of the checkpoint (fingerprint {self.fingerprint[:12]}, "
-                f"there {state['fingerprint'][:12]}); restore the data, its options and the tokenizer, "
+                f"data: the prompts are not those of the checkpoint (fingerprint {self.fingerprint[:12]}, in the "
+                f"checkpoint {state['fingerprint'][:12]}); restore the data, its options and the tokenizer, "
                 "or start a new run directory"
             )
         columns = state.get("columns_fingerprint", self.columns_fingerprint)
         if columns != self.columns_fingerprint:
             raise UserError(
                 "data: the prompts are those of the checkpoint, but their other columns (answers) are not (fingerprint "
-                f"{self.columns_fingerprint[:12]}, there {columns[:12]}); restore the data and data.columns, "
-                "or start a new run directory"
+                f"{self.columns_fingerprint[:12]}, in the checkpoint {columns[:12]}); restore the data and "
+                "data.columns, or start a new run directory"
             )
         self._epoch, self._position = state["epoch"], state["position"]
         self._rates = {id_: rate for id_, rate in state.get("pass_rates") or ()}
@@ -119,7 +120,7 @@ class PromptStream:
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:
-    """Return the SHA-256 of ids, texts, token ids and given responses, so of the template and the tokenizer too."""
+    """Return the SHA-256 of ids, texts, token ids and given responses. It depends on template and tokenizer too."""
     digest = hashlib.sha256()
     for prompt in prompts:
         digest.update(repr((prompt.id, prompt.text, prompt.token_ids)).encode())

@@ -19,7 +19,7 @@ _ANSWER_DIGITS = 4000  # Python's limit for printing integers is 4,300
 def generate(source: str, options: dict[str, Any], max_rows: int | None = None) -> list[Row]:
     """Generate the rows of `task:NAME` or `reasoning-gym:NAME`, with `options` as keyword arguments. Deterministic.
 
-    Raises UserError for an unknown or invalid option, an unknown task of reasoning-gym, or if that is not installed.
+    Raises UserError if an option is unknown or invalid, or if reasoning-gym is not installed or has no such task.
     """
     kind, _, name = source.partition(":")
     if kind == "reasoning-gym":
@@ -59,7 +59,7 @@ def arithmetic(
         terms: Number of operands.
 
     Raises:
-        UserError: An option is invalid; names the option.
+        UserError: An option is invalid. The message names it.
     """
     for name, value, least, most in (
         ("size", size, 1, MOST_ROWS),
@@ -77,7 +77,7 @@ def arithmetic(
         if value > most:
             raise UserError(f"data.task.{name}: must be at most {most:,}")
     if not isinstance(operations, (list, tuple)) or not operations or any(o not in ("+", "-", "*") for o in operations):
-        raise UserError(f"data.task.operations: must be a list out of '+', '-', '*', got {operations!r}")
+        raise UserError(f"data.task.operations: must be a list of '+', '-' or '*', got {operations!r}")
     if digits is not None:
         if min is not None or max is not None:
             raise UserError("data.task.digits: cannot be given together with min or max")
@@ -88,7 +88,7 @@ def arithmetic(
             raise UserError(f"data.task.max: must be an integer of at least min = {low}, got {high!r}")
     if terms * len(str(high)) > _ANSWER_DIGITS:
         raise UserError(
-            f"data.task.terms: {terms} operands of {len(str(high))} digits can multiply to more than "
+            f"data.task.terms: the product of {terms} operands of {len(str(high))} digits can have more than "
             f"{_ANSWER_DIGITS:,} digits; lower one of the two"
         )
     return [_problem(random.Random(f"{seed}-{index}"), list(operations), low, high, terms) for index in range(size)]
@@ -108,10 +108,10 @@ def _problem(rng: random.Random, operations: list[str], low: int, high: int, ter
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], max_rows: int | None) -> list[Row]:
-    """Rows with `prompt`, `answer` (None for tasks without one oracle answer) and `entry`.
+    """Return rows with `prompt`, `answer` (None for tasks without a single correct answer) and `entry`.
 
-    `entry` is the package's entry, for the reward `reasoning_gym`. Its metadata (`source_dataset`, `source_index`) gets
-    a `source_options`, because the scores of some tasks depend on their configuration.
+    `entry` is the package's entry, for the reward `reasoning_gym`. Its metadata gets a key `source_options`, because
+    the scores of some tasks depend on their configuration.
     """
     try:
         import reasoning_gym

@@ -25,9 +25,9 @@ class NotPlain(ValueError):
 def plain(value: Any, depth: int = 1) -> Any:
     """Convert `value` to lists, tuples, dicts, text, numbers, booleans and null.
 
-    Dates and times become ISO 8601 text; decimals, time spans and UUIDs their usual text; bytes base64 text; arrays and
-    scalars of numpy or torch lists and numbers. Raises NotPlain for other types, too deep nesting, and integers with
-    too many digits.
+    Dates and times become ISO 8601 text; decimals, time spans and UUIDs become text; bytes become base64 text; arrays
+    and scalars of numpy or torch become lists and numbers. Raises NotPlain for other types, too deep nesting, and
+    integers with too many digits.
     """
     if depth > DEPTH:
         raise NotPlain(f"is nested deeper than {DEPTH} levels")
@@ -52,4 +52,4 @@ def plain(value: Any, depth: int = 1) -> Any:
         return base64.b64encode(value).decode("ascii")
     if hasattr(value, "tolist"):  # arrays and scalars
         return plain(value.tolist(), depth + 1)
-    raise NotPlain(f"holds a value of type {type(value).__name__}, which no reward function can be given")
+    raise NotPlain(f"holds a value of type {type(value).__name__}, which cannot be passed to reward functions")

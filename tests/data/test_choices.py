@@ -53,7 +53,7 @@ def test_labels_that_are_numbers_become_letters():
 @pytest.mark.parametrize(
     ("row", "choices", "said"),
     [
-        ({"o": ["a", "b"], "r": "c"}, {"options": ["o"], "right": "r"}, "right option 'c' is none of its options"),
+        ({"o": ["a", "b"], "r": "c"}, {"options": ["o"], "right": "r"}, "right option 'c' is not one of its options"),
         ({"o": ["a"]}, {"options": ["o"]}, "has 1 options; 2 to 26"),
         ({"o": {"A": "x", "B": "y"}}, {"options": ["o"]}, "`o` must be a list of options without null"),
         ({"o": ["a", "b"], "l": ["x"], "r": 0}, {"options": ["o"], "right": "r", "labels": "l"}, "1 labels"),

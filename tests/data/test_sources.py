@@ -66,7 +66,7 @@ def test_csv_types_a_column_only_if_nothing_of_its_text_is_lost(tmp_path):
         (["train.jsonl", "dataset_info.json", "README.md"], None, ["train.jsonl"]),
         (["train.jsonl", "test.jsonl"], "validation", r"no `validation` in .*; there are: test, train"),
         (["data-0.arrow", "dataset_info.json"], None, r"no .* file in .*; save_to_disk wrote it: use to_parquet"),
-        (["train.jsonl", "train.csv"], None, r"is there as \.csv and \.jsonl"),
+        (["train.jsonl", "train.csv"], None, r"exists as \.csv and \.jsonl"),
     ],
 )
 def test_files_of_a_directory_are_those_of_the_split_in_order(tmp_path, files, split, found):
