@@ -1,1 +1,1 @@
-"""What one step learns from: packed responses and their columns, micro-batches, and observers of the training loop."""
+"""The batch of a training step: responses with per-token columns, micro-batches, and observers of the training loop."""

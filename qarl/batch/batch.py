@@ -32,11 +32,11 @@ CPU = torch.device("cpu")
 class Batch:
     """Scored responses of one step, in the order of the sampler."""
 
-    version: int  # of the policy when the step begins
-    device: torch.device  # the learner's; parts are read there by default
+    version: int  # policy version at the beginning of the step
+    device: torch.device  # the learner's device; parts are read there by default
     prompts: list[list[int]]  # token ids of each response's prompt
     responses: list[list[int]]  # token ids
-    groups: list[int]  # position in the step of each response's prompt
+    groups: list[int]  # index in the step of each response's prompt
     advantages: Tensor  # (R,) float32 on the CPU
     logp_sampler: Column  # as the sampler reported (behaviour policy)
     logp_old: Column = field(init=False)  # learner at `version`, from its first forward over each response
@@ -49,7 +49,7 @@ class Batch:
     kept: KeptColumn | None = None  # learner's truncated sets at `version`, for objective.truncation_set replay
     router: Column | None = None  # experts and their log-probs at `version`, for objective.router_shift_floor
     versions: list[list[int] | None] | None = None  # policy version per token; an entry is None if all are `version`
-    given: bool = False  # the data gave the responses; no sampler reported log-probs, and `logp_sampler` is `logp_old`
+    given: bool = False  # responses are from the data; without a sampler's log-probs, `logp_sampler` is `logp_old`
     router_shift: Column = field(init=False)  # log of the router-shift ratio at the last forward, with `router`
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Batch:
 
     @cached_property
     def prompt_numbers(self) -> list[int]:
-        """Number of each response's prompt: its group, or the first group with an equal prompt."""
+        """Per response, the first group with the same prompt. Responses with equal numbers share a prompt."""
         numbers: dict[tuple[int, ...], int] = {}
         pairs = zip(self.prompts, self.groups, strict=True)
         return [numbers.setdefault(tuple(prompt), group) for prompt, group in pairs]
@@ -160,7 +160,12 @@ class Batch:
 
 
 class OwnRows(NamedTuple):
-    """Rows of a forward: of the prompt, then of the response without its last token."""
+    """Number of rows of a forward that belong to a response.
+
+    Attributes:
+        prompt: Rows of its prompt; 0 if the previous response has the same prompt, because both share the rows.
+        response: Rows of its own tokens, without the last one.
+    """
 
     prompt: int
     response: int
@@ -171,9 +176,9 @@ class Part:
     """Responses of a batch in any order: a minibatch, or the micro-batch of one forward."""
 
     batch: Batch
-    indices: tuple[int, ...]  # of the responses in the batch
-    device: torch.device  # where segments, advantages and columns are read
-    elsewhere: frozenset[int] = frozenset()  # numbers of prompts whose rows another micro-batch counts
+    indices: tuple[int, ...]  # indices of the responses in the batch
+    device: torch.device  # device of segments, advantages and columns
+    elsewhere: frozenset[int] = frozenset()  # `prompt_numbers` of prompts whose rows are `counted` in another part
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -236,7 +241,10 @@ class Part:
 
     @cached_property
     def counted(self) -> slice | Tensor:
-        """Rows that no other micro-batch counts: a slice, or their indices if other rows are between them."""
+        """Rows that count in router losses and metrics: a slice, or indices if other rows are between them.
+
+        A prompt that several micro-batches compute counts in one of them.
+        """
         repeated = self._repeated
         if all(start == 0 for start, _ in repeated):
             return slice(sum(end for _, end in repeated), self.rows)
@@ -264,7 +272,8 @@ class Part:
     def routing(self) -> Tensor | None:
         """Experts that the sampler chose for the rows of one forward: (rows, L, k) int16 on the part's device.
 
-        -1 marks unknown choices; None if nothing was recorded. A shared prompt has those of its first response.
+        -1 marks unknown choices; None if nothing was recorded. For a shared prompt, those recorded with its first
+        response.
         """
         if self.batch.routing is None:
             return None
@@ -293,7 +302,7 @@ class Part:
 
     @property
     def _new_prompts(self) -> list[int]:
-        """Places of the responses whose prompt differs from that of the previous response."""
+        """Positions in the part of the responses whose prompt differs from that of the previous response."""
         numbers = [self.batch.prompt_numbers[i] for i in self.indices]
         return [i for i, number in enumerate(numbers) if i == 0 or number != numbers[i - 1]]
 
@@ -314,12 +323,12 @@ class Part:
 
     @property
     def logp_old(self) -> Tensor:
-        """(T,) learner's log-probs at the rollout's weights."""
+        """(T,) float32 log-probs of the learner at the rollout's weights."""
         return self.batch.logp_old.read(self)
 
     @property
     def logp_sampler(self) -> Tensor:
-        """(T,) log-probs that the sampler reported."""
+        """(T,) float32 log-probs that the sampler reported."""
         return self.batch.logp_sampler.read(self)
 
     def truncation(self, sampling: Truncation) -> Truncation:
@@ -339,11 +348,16 @@ class Part:
         return self.batch.part([i for i in self.indices if keep(advantages[i])], self.device)
 
     def micro_batches(self, max_tokens: int, ranks: int = 1, counted: Part | None = None) -> list[Part]:
-        """Split into micro-batches of at most `max_tokens` tokens (one response at least).
+        """Split into micro-batches of at most `max_tokens` tokens, with at least one response each.
 
         Responses to equal prompts stay next to each other, and prompts of similar length come together. On a GPU the
-        micro-batches have similar work. On a CPU they, and with them the order of all sums, depend on token counts
-        only. Each row of a shared prompt is counted once; those of prompts of `counted` are counted there.
+        micro-batches have similar work. On a CPU the split, and with it the order of all sums, depends on token counts
+        only.
+
+        Args:
+            max_tokens: Token budget of a micro-batch.
+            ranks: Number of ranks that share the micro-batches.
+            counted: A part whose micro-batches already count the rows of its prompts, see `Part.counted`.
         """
         batch, numbers = self.batch, self.batch.prompt_numbers
         before = frozenset() if counted is None else frozenset(numbers[i] for i in counted.indices)
@@ -395,7 +409,7 @@ def build_batch(
     """Build the batch of a step, with advantages over each prompt's group.
 
     Args:
-        prompts: Prompts of the step. One that occurs twice is two groups.
+        prompts: Prompts of the step. A prompt that occurs twice has two groups.
         rollouts: n per prompt, in the order of the prompts.
         rewards: One per rollout.
         advantage: Kind of advantage.
@@ -406,7 +420,7 @@ def build_batch(
         mask_truncated: Whether responses that hit the length limit get advantage 0.
         stale: Whether earlier versions may have sampled tokens, so that `logp_old` is computed with each token's
             version. None: they may have, but `logp_old` is computed with `version`.
-        given: Whether the data gave the responses. Their advantages are 1.
+        given: Whether the responses are from the data. Their advantages are 1.
 
     Raises:
         UserError: Routing is to be replayed, but the sampler did not record it.

@@ -14,7 +14,7 @@ from qarl.utils.transfer import upload
 
 
 class Part(Protocol):
-    """What columns read of a `qarl.batch.batch.Part`."""
+    """The attributes of a `qarl.batch.batch.Part` that columns read."""
 
     def __len__(self) -> int: ...
 
@@ -119,7 +119,7 @@ class Column:
 
 
 class KeptColumn:
-    """Tokens that truncation kept, as one set per response token of a batch. On the CPU.
+    """Tokens that truncation (top-p, top-k, min-p) kept, one set per response token of a batch. On the CPU.
 
     The first forward over each response, at the rollout's weights, fills the sets. Later forwards of the step normalize
     over the same sets, so a token cannot leave the learner's set because the learner has moved ("keep sampling mask",

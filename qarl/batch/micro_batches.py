@@ -1,7 +1,7 @@
-"""Micro-batching: how a minibatch is split, and which rank computes which micro-batch.
+"""Micro-batching: split a minibatch, and assign the micro-batches to ranks.
 
-Responses have a fixed order in which those to one prompt are adjacent. A micro-batch is a run of adjacent responses and
-computes a shared prompt once. The result of a response's forward does not depend on the split.
+Responses have a fixed order, in which responses to the same prompt are adjacent. A micro-batch consists of adjacent
+responses and computes a shared prompt once. The result of a response's forward does not depend on the split.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def by_tokens(responses: Sequence[Response], max_tokens: int) -> list[int]:
 
 
 def by_work(responses: Sequence[Response], max_tokens: int) -> list[int]:
-    """Return the ends of equally many micro-batches as `by_tokens`, within the same budget, but of similar work.
+    """Return the ends of as many micro-batches as `by_tokens`, within the same budget, but with similar work.
 
     This avoids a small remainder at the end, and makes micro-batches of long responses smaller, because their tokens
     attend to more. Each micro-batch takes an equal share of the remaining work, as closely as the budget and the number

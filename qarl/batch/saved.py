@@ -28,13 +28,13 @@ class SavedStep:
 
     Attributes:
         step: The training step.
-        version: Policy version that sampled.
+        version: Policy version that sampled the responses.
         prompts: Prompt token ids per response.
         responses: Response token ids per response.
         groups: Index of the prompt in the step, per response.
-        logp_sampler: (T,) float32, packed, as the sampler reported.
-        logp_old: (T,) float32, learner at the rollout's weights.
-        logp: (T,) float32, the learner's last training forward over the token.
+        logp_sampler: (T,) float32, log-probs reported by the sampler, concatenated over the responses.
+        logp_old: (T,) float32, log-probs of the learner at the rollout's weights.
+        logp: (T,) float32, log-probs from the learner's last training forward over each token.
         advantages: (R,) float32.
         rewards: (R,) float32.
         routing: Expert routing per response, see `Rollout.routing`; None if the sampler did not report it.
@@ -132,13 +132,13 @@ def rollout_tensors(
 
 
 def pick_step(run: Path, step: int | None) -> int:
-    """Return `step`, or the last step with both rollouts and a checkpoint if it is None.
+    """Return `step`, or if it is None the last step that has both rollouts and a checkpoint.
 
     Raises:
         UserError: Rollouts or checkpoint are missing; the message names the key that enables them.
     """
-    drawn, saved = rollout_steps(run), checkpoint_steps(run / "checkpoints")
-    if not drawn:
+    sampled, saved = rollout_steps(run), checkpoint_steps(run / "checkpoints")
+    if not sampled:
         raise UserError(
             f"{run}: holds no rollouts/*.safetensors; train with logging.rollout_tensors: true "
             "(logging.rollouts_every sets how often they are saved)"
@@ -146,17 +146,17 @@ def pick_step(run: Path, step: int | None) -> int:
     if not saved:
         raise UserError(f"{run}: holds no checkpoint; train for at least checkpoint.every steps, or to the end")
     if step is None:
-        both = sorted(set(drawn) & set(saved))
+        both = sorted(set(sampled) & set(saved))
         if not both:
             raise UserError(
-                f"{run}: no step has both rollouts ({_listed(drawn)}) and a checkpoint ({_listed(saved)}); "
+                f"{run}: no step has both rollouts ({_listed(sampled)}) and a checkpoint ({_listed(saved)}); "
                 "set logging.rollouts_every and checkpoint.every to coincide, and checkpoint.keep_last: 0 to keep "
                 "all checkpoints"
             )
         return both[-1]
-    if step not in drawn:
+    if step not in sampled:
         raise UserError(
-            f"--step: {run} has no rollouts/{step_name(step)}.safetensors; it has {_listed(drawn)} "
+            f"--step: {run} has no rollouts/{step_name(step)}.safetensors; it has {_listed(sampled)} "
             "(logging.rollouts_every)"
         )
     if step not in saved:
