@@ -20,7 +20,7 @@ logger = logging.getLogger("qarl.rewards")
 
 # Limits on scoring the completions of failed chunks one by one: 512 completions of 10 s each would take over an hour.
 RETRY_TIMEOUTS = 6  # multiple of timeout_s, wall time
-RETRY_LOADS = 3  # plus this many loads of the functions, because a call that hangs or dies takes its worker with it
+RETRY_LOADS = 3  # plus the time to load the functions this many times, because a call that hangs costs its worker
 PATIENCE = 2  # after this many hangs of timeout_s, the time limit per completion drops to IMPATIENT
 IMPATIENT = 0.1  # multiple of timeout_s
 
@@ -190,7 +190,7 @@ class Batch:
         retries = self._retries[task.function]
         if len(task.indices) == 1:
             if report.hung and retries.hangs >= PATIENCE:
-                outcome += f"; after {PATIENCE} such calls, a completion has {IMPATIENT:g} x reward.timeout_s"
+                outcome += f"; after {PATIENCE} such calls the limit per completion is {IMPATIENT:g} x reward.timeout_s"
             retries.hangs += report.hung and retries.until is not None
             self._fail(task.function, 1, f"completion {self._number(task.indices[0])} scores 0: {outcome}", outcome)
             return
@@ -238,7 +238,7 @@ class Batch:
         require_few_failures(label, self._failed[function], self._share.total, self._max_failed_frac, why)
 
     def _number(self, index: int) -> int:
-        """Return the 1-based number of a completion in the batch of all ranks."""
+        """Return the index of a completion in the batch of all ranks, from 0."""
         return self._share.first + index
 
     def _note(self, message: str) -> None:
@@ -265,5 +265,5 @@ def require_few_failures(
     if failed > max_failed_frac * total:
         raise UserError(
             f"{place}reward `{label}`: failed on {failed} of {total} completions, more than "
-            f"reward.max_failed_frac {max_failed_frac:g}; the last: {last}"
+            f"reward.max_failed_frac {max_failed_frac:g}; last failure: {last}"
         )

@@ -280,7 +280,15 @@ def format(
 ) -> list[float]:
     """Score 1 if `pattern` matches the whole stripped completion (`re.fullmatch`; `.` matches newlines), else 0.
 
-    With the default pattern, `<think>` at the end of the prompt counts as the completion's.
+    Args:
+        completions: Responses.
+        prompts: Their prompts.
+        pattern: Regular expression. Default: one think block, then one answer block; a `<think>` that the chat template
+            writes at the end of the prompt counts as part of the completion.
+        columns: Data columns.
+
+    Returns:
+        One score per response.
     """
     compiled = compile_pattern(pattern, re.DOTALL)
     own = pattern == ONE_ANSWER

@@ -1,6 +1,6 @@
 """Run one untrusted Python program in a sandbox. A standalone script that does not import qarl.
 
-    python -I -S code_child.py LIMITS.json-text < {"program": ..., "stdin": ...} as JSON
+    python -I -S code_child.py LIMITS < JOB    # both JSON; JOB is {"program": ..., "stdin": ...}
 
 With `namespaces` the program gets its own user, mount, process, network and IPC namespaces. The file system is
 read-only except for an empty in-memory /tmp, /proc shows only the program's processes, there is no network, and all its
@@ -96,8 +96,8 @@ def run_program(job: dict, limits: dict) -> None:
         resource.setrlimit(kind, (soft, hard))
     _checked("no new privileges", libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     environment = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": directory, "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-    for number in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # threads count toward RLIMIT_NPROC
-        environment[number] = "1"
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # threads count toward RLIMIT_NPROC
+        environment[variable] = "1"
     os.dup2(stdin, 0)
     os.dup2(nothing, 2)
     os.closerange(3, 4096)

@@ -18,7 +18,7 @@ from qarl.errors import UserError
 
 CHILD = Path(__file__).with_name("code_child.py")
 SETUP_FAILED = 125
-OUTPUT_BYTES = 1 << 20  # a program that writes more to stdout has failed
+OUTPUT_BYTES = 1 << 20  # a program that writes more to stdout fails
 Isolation = Literal["namespace", "process"]
 
 
@@ -98,14 +98,14 @@ def run_program(program: str, stdin: str, limits: Limits, isolation: Isolation) 
 
 
 def _wait(process: subprocess.Popen, wall_s: float) -> int | None:
-    """Return the exit code, or None after killing the process group at the time limit."""
+    """Kill the process group when the process ends or at the time limit. Return the exit code; None: time limit."""
     try:
         return process.wait(wall_s)
     except subprocess.TimeoutExpired:
         return None
     finally:
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # processes left behind, without namespaces
+            os.killpg(process.pid, signal.SIGKILL)  # without namespaces, a program may leave processes behind
         process.wait()
 
 

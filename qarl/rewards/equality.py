@@ -17,7 +17,7 @@ from qarl.rewards.numbers import equal
 from qarl.rewards.spelling import clean
 from qarl.rewards.units import find, read_unit
 
-# (gold, answer) -> whether they are equal, for expressions in the form of `spelling.clean` that are not numbers
+# (gold, answer) -> whether they are equal, for expressions normalized by `spelling.clean` that are not numbers
 Symbolic = Callable[[str, str], bool]
 
 _DEPTH = 6
@@ -165,7 +165,10 @@ def _items(text: str) -> list[list[str]]:
 
 
 def _groupings(text: str) -> list[str]:
-    """Return the text with thousands separators hidden, and as it is unless an item would begin with 0, as in 5,000."""
+    """Return the text with hidden thousands separators, and unchanged, with commas between items.
+
+    Leaves out the second reading if an item would begin with 0, as in 5,000.
+    """
     hidden = _GROUPED.sub(lambda match: match[0].replace(",", "\ue001"), text)
     return [hidden] if "\ue0010" in hidden else [hidden, text]
 
@@ -201,7 +204,7 @@ def _collections(gold: str, answer: str, symbolic: Symbolic, depth: int) -> bool
     if _single(actual) and (wanted is None or read(gold)):
         return same(gold, actual.items[0][0], symbolic, depth + 1)
     if wanted is None or actual is None:
-        return _one_of_one(gold, wanted, answer, actual, symbolic, depth)
+        return _collection_and_single(gold, wanted, answer, actual, symbolic, depth)
     compare = _comparison(wanted, actual)
     if compare is None:
         return False
@@ -213,7 +216,7 @@ def _single(parts: _Parts | None) -> TypeGuard[_Parts]:
     return parts is not None and parts.kind == "set" and len(parts.items[0]) == 1
 
 
-def _one_of_one(
+def _collection_and_single(
     gold: str, wanted: _Parts | None, answer: str, actual: _Parts | None, symbolic: Symbolic, depth: int
 ) -> bool | None:
     r"""Compare a collection with a single expression: `x = 1, 2` and `x = 12`. None if not comparable."""

@@ -54,8 +54,8 @@ def _timeout(timeout_seconds: int) -> Callable[[Callable[..., Any]], Callable[..
     """Return a decorator that limits the CPU time of a function, in place of `math_verify.utils.timeout`.
 
     math-verify's own decorator limits the wall time, so that scores would depend on the load of the machine. It also
-    raises once, but Python ignores an exception in a weakref callback or a finalizer. This one raises repeatedly until
-    the function ends.
+    raises only once, which has no effect inside a weakref callback or a finalizer, where Python ignores exceptions.
+    This one raises repeatedly until the function ends.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,7 +178,10 @@ def _symbolic(timeout_s: int, gold: str, answer: str) -> bool:
 
 
 def _spellings(text: str) -> list[str]:
-    """Return the expression with e-notation as a product, which math-verify would read as Euler's number, and as is."""
+    """Return the readings of an expression: e-notation as a product, and also unchanged if e may be Euler's number.
+
+    math-verify reads every e as Euler's number.
+    """
     text = _MIXED.sub(r"(\1+\2)", text.replace("$", ""))
     product = _E_NOTATION.sub(r"(\1 \\times 10^{\2})", text)
     return [text] if product == text else [product, text] if re.search(r"\de[-+][1-9]", text) else [product]
@@ -201,9 +204,9 @@ def _parse(text: str, timeout_s: int) -> tuple:
 
 @lru_cache(maxsize=1024)
 def _constant(text: str, timeout_s: int) -> tuple[Quantity, ...]:
-    """Return the value of an expression: its real part, and if it is not real its imaginary part.
+    """Return the value of an expression: its real part, and its imaginary part unless that is 0.
 
-    Empty if it has variables. `i` alone is the imaginary unit, which math-verify takes for a variable.
+    Empty if the expression has variables. The variable `i` counts as the imaginary unit.
     """
     if found := read(text):
         return found

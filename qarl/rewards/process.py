@@ -90,7 +90,8 @@ class Worker:
         self._socket, child = socket.socketpair()
         self._socket.setblocking(False)
         self._printed, prints = os.pipe()
-        # Never written. One pipe per worker, because only one process is notified of its end.
+        # Nothing is written to this pipe: its end tells the worker that the parent is gone. One pipe per worker,
+        # because the kernel notifies only one process.
         life, self._lifeline = os.pipe()
         os.set_blocking(self._printed, False)
         try:

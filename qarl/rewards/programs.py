@@ -24,8 +24,8 @@ from qarl.rewards.responses import THINK_TAGS, after_thinking, check_tags
 _BLOCK = re.compile(r"```[ \t]*([\w+#-]*)[^\n]*\n(.*?)```", re.DOTALL)
 _PYTHON = {"py", "python", "python3"}
 _MARK = "qarl-result:"
-# Runs a program and calls one of its functions; the arguments are on standard input, one JSON value per line. The names
-# are those that LeetCode and LiveCodeBench provide, because the code that such tasks begin with uses them: `List[int]`.
+# Runs a program and calls one of its functions; the arguments are on standard input, one JSON value per line.
+# It imports what LeetCode and LiveCodeBench import, because the starter code of their tasks uses such names (`List`).
 _CALL = f"""
 from string import *
 from re import *
@@ -68,8 +68,9 @@ class Test:
 
     Attributes:
         given: Standard input.
+        expected: Standard output; with `function`, its result as JSON.
         function: Function to call with the JSON lines of `given`; None: run the whole program.
-        wrapped: Whether `expected` may be a list of one that holds the result.
+        wrapped: Whether `expected` may be a list whose only item is the result.
     """
 
     given: str
@@ -148,7 +149,7 @@ def code(
 
 
 def last_program(text: str) -> str | None:
-    """Return the last fenced block that is marked as Python, or else that has no language; None if there is none."""
+    """Return the last fenced block marked as Python, or else the last one without a language; None if there is none."""
     blocks = [(language.lower(), textwrap.dedent(body)) for language, body in _BLOCK.findall(text)]
     marked = [body for language, body in blocks if language in _PYTHON]
     unmarked = [body for language, body in blocks if not language]  # often the program's output
@@ -203,7 +204,7 @@ def passes(program: str, test: Test, limits: Limits, isolation: Isolation) -> bo
 
 
 def same_output(output: str, wanted: str) -> bool:
-    """Return whether two outputs have equal lines, ignoring white space at line ends, or equal numbers in them."""
+    """Return whether outputs have equal lines, ignoring white space at both ends, or lines of equal numbers."""
     mine, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (output, wanted))
     return len(mine) == len(theirs) and all(a == b or _same_numbers(a, b) for a, b in zip(mine, theirs, strict=True))
 
@@ -239,7 +240,10 @@ class _TextOnly(pickle.Unpickler):
 
 
 def _opened(value: Any) -> Any:
-    """Decode a value or its JSON text. LiveCodeBench packs private tests as JSON, pickled, zlib, base64."""
+    """Return a value, or the content of its JSON text.
+
+    LiveCodeBench stores private tests as JSON text that is pickled, compressed with zlib and encoded in base64.
+    """
     if not isinstance(value, str):
         return value
     try:

@@ -1,6 +1,6 @@
 """Extract the final answer of a response: after its think block, from a box, a formula or a sentence."""
 
-# ruff: noqa: RUF001 (characters that look like ASCII are meant)
+# ruff: noqa: RUF001 (non-ASCII characters that look like ASCII are intended)
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def score_share(
 def score_rollouts(
     rewards: RewardPool, prompts: Sequence[Prompt], rollouts: Sequence[Rollout], share: Share | None = None
 ) -> RewardResult:
-    """Score rollouts. prompts: one per rollout. share: see `RewardPool.score`."""
+    """Score rollouts. prompts: One per rollout. share: See `RewardPool.score`."""
     texts, ids = [rollout.text for rollout in rollouts], [rollout.token_ids for rollout in rollouts]
     columns = {name: [prompt.columns[name] for prompt in prompts] for name in (prompts[0].columns if prompts else ())}
     return rewards.score(texts, [prompt.text for prompt in prompts], columns, ids, share)

@@ -1,6 +1,6 @@
 """Normalize the spelling of answers: characters, spaces, LaTeX commands for typesetting, and delimiters."""
 
-# ruff: noqa: RUF001 (characters that look like ASCII are what this is about)
+# ruff: noqa: RUF001 (non-ASCII characters that look like ASCII are intended)
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def ascii_math(text: str) -> str:
 
     `\$` becomes U+E000, so that it is not taken for the delimiter of a formula.
     """
-    text = text.replace(r"\$", "\ue000")  # kept apart from the delimiter
+    text = text.replace(r"\$", "\ue000")
     if text.isascii():
         return text
     for pattern, mark, table in _SCRIPT_RULES:

@@ -187,8 +187,8 @@ def _product(body: str, spaced: bool, marked: bool) -> Unit | bool | None:
     r"""Return the product of the units in `body`. `spaced`: a space or `\text` separates it from the number."""
     powers: dict[str, int] = {}
     factor, known, sign = Fraction(1), False, 1
-    position, ends = 0, len(body)
-    while position < ends:
+    position = 0
+    while position < len(body):
         match = _TOKEN.match(body, position)
         if match is None:
             return False
@@ -220,5 +220,5 @@ def _product(body: str, spaced: bool, marked: bool) -> Unit | bool | None:
 
 
 def find(word: str) -> Unit | None:
-    """A unit by its symbol, or by its name in any case."""
+    """Return a unit by its symbol, or by its name in any case; None if there is none."""
     return UNITS.get(word) or _LOWER.get(word.lower())

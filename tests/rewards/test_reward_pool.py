@@ -73,7 +73,7 @@ def test_failures_past_the_fraction_stop_the_run(pool):
     rewards = pool(max_failed_frac=0.5)
     assert score(rewards, "raise", "1", "raise", "2").failed == {"orders": 2}
     message = (
-        r"reward `orders`: failed on 3 of 4 completions, more than reward.max_failed_frac 0.5; the last: SystemExit"
+        r"reward `orders`: failed on 3 of 4 completions, more than reward.max_failed_frac 0.5; last failure: SystemExit"
     )
     with pytest.raises(UserError, match=message):
         score(rewards, "raise", "1", "raise", "exit")
