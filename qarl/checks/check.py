@@ -32,7 +32,12 @@ from qarl.utils.text import visible
 
 @dataclass(frozen=True)
 class Inspection:
-    """architecture: The model's, or None if it cannot be read on this machine; `note` then says why."""
+    """Result of inspecting a model.
+
+    Attributes:
+        architecture: The model's architecture; None if it cannot be read on this machine.
+        note: Why there is no architecture.
+    """
 
     architecture: Architecture | None
     note: str = ""
@@ -62,7 +67,7 @@ def check_inputs(config: Config, file: str, overrides: list[str]) -> Inspection:
 
 
 def check_run(config: Config, ranks: int, gpus: int | None, file: str, overrides: list[str]) -> Inspection:
-    """Check everything that a run can know before it imports torch: inputs, ranks, and the headers of weight files.
+    """Check everything that does not need torch: inputs, ranks, and the headers of weight files.
 
     Args:
         config, file, overrides: See `check_inputs`.
@@ -174,11 +179,11 @@ def _model_faults(config: Config, architecture: Architecture) -> Iterator[Fault]
         if fault := architecture.vllm_fault:
             yield config.fault("model.path", f"{fault}; use engine native")
         yield from _fused_faults(config, linears)
-        yield from _cut_faults(config, architecture)
+        yield from _tensor_parallel_faults(config, architecture)
         yield from _expert_faults(config, architecture)
     for index, token in enumerate(config.rollout.stop_token_ids):
         if token >= architecture.vocab_size:
-            text = f"the model's vocabulary has {architecture.vocab_size:,} tokens, from 0"
+            text = f"the model's vocabulary has {architecture.vocab_size:,} tokens; must be less than that"
             yield Fault(("rollout", "stop_token_ids", index), token, text)
             break
     limit = architecture.context_length
@@ -213,7 +218,7 @@ def _fused_faults(config: Config, linears: list[LinearShape]) -> Iterator[Fault]
         yield config.fault(f"quant.{key}", f"{reason}; {fix}, or set rollout.engine to native")
 
 
-def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
+def _tensor_parallel_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
     """Heads and scale groups that `rollout.vllm.tensor_parallel` GPUs cannot split evenly."""
     gpus, scheme = config.rollout.vllm.tensor_parallel, scheme_of(config.quant)
     for what, heads in (
@@ -221,7 +226,8 @@ def _cut_faults(config: Config, architecture: Architecture) -> Iterator[Fault]:
         ("key and value heads", architecture.num_kv_heads),
     ):
         if heads % gpus:
-            yield config.fault("rollout.vllm.tensor_parallel", f"the model has {heads} {what}; must divide them")
+            text = f"the model has {heads} {what}; must be a divisor of {heads}"
+            yield config.fault("rollout.vllm.tensor_parallel", text)
             return
     for name, out_features, in_features in architecture.linears() if gpus > 1 else ():
         by_columns = name.endswith(("o_proj", "down_proj"))

@@ -1,4 +1,4 @@
-"""Checks of a configuration against the machine: paths, files, rows of a task. Loads no data."""
+"""Checks of a configuration against the machine: paths, files, rows of task generators. Loads no data."""
 
 import importlib.util
 import os
@@ -25,7 +25,7 @@ from qarl.objectives.custom import Custom
 Kind = Literal["file", "directory", "other", "missing"]
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", re.ASCII)
-_LOOKED_AT = 20_000  # entries of a data directory; faults in further entries show when they are loaded
+_LOOKED_AT = 20_000  # entries of a data directory; beyond them, loading reports a directory without data
 
 
 class Unusable(Exception):
@@ -33,7 +33,7 @@ class Unusable(Exception):
 
 
 def look(text: str) -> tuple[Path, Kind]:
-    """Expand `~` in a user's path, and say what kind of entry exists there.
+    """Expand `~` in a user's path. Return the path, and the kind of entry at it.
 
     A path below a regular file counts as missing, and so does a dangling link.
 
@@ -95,7 +95,10 @@ def task_faults(config: Config) -> Iterator[Fault]:
 
 
 def _expect(key: Loc, text: str, kind: Kind, missing: str, value: str | None = None) -> Iterator[Fault]:
-    """Fault if the path is not a `kind`. missing: Message for a missing path. value: The key's value, if not `text`."""
+    """Yield a fault if `text` is not the path of a `kind`.
+
+    missing: Message for another kind, or a missing path. value: Value of the key. Default: `text`.
+    """
     try:
         path, found = look(text)
     except Unusable as error:
@@ -225,7 +228,7 @@ def _task_faults(key: Loc, data: DataConfig) -> Iterator[Fault]:
 
 
 def _spec_fault(spec: str) -> str | None:
-    """Why a format specification does not apply to text, the type of all task columns."""
+    """Return why a format specification is invalid for text, the type of all task columns; None if it is valid."""
     try:
         format("", spec if len(spec) <= 12 else "")
     except ValueError as error:

@@ -17,17 +17,17 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
     """
     with_ranks = f"with {count} ranks"
     vllm = config.rollout.vllm
-    drawing = vllm.samplers(count)
-    if config.rollout.engine == "vllm" and vllm.data_parallel is not None and vllm.data_parallel > len(drawing):
-        beside = f"{vllm.tensor_parallel} ranks" if vllm.spans else "one rank"
+    sampling = vllm.samplers(count)
+    if config.rollout.engine == "vllm" and vllm.data_parallel is not None and vllm.data_parallel > len(sampling):
+        needed = f"{vllm.tensor_parallel} ranks" if vllm.spans else "one rank"
         text = (
-            f"each replica needs {beside}, but there are only {count}; start more (qarl train --nproc), or leave null"
+            f"each replica needs {needed}, but there are only {count}; start more (qarl train --nproc), or leave null"
         )
         yield config.fault("rollout.vllm.data_parallel", text)
     if count == 1:
         return
     if gpus is not None and count > gpus:
-        text = f"{count} ranks, but this machine shows {gpus} GPUs; start at most one rank per GPU"
+        text = f"{count} ranks, but {_visible(gpus)}; start at most one rank per GPU"
         yield config.fault("model.device", text)
     if config.rollout.replay is not None:
         text = "a replay runs on one rank; start one, or leave it out"
@@ -43,16 +43,16 @@ def several_ranks_faults(config: Config, count: int, gpus: int | None = None) ->
         if vllm.process == "inline":
             text = f"{with_ranks}, vLLM would use the learner's process groups as its own; use separate"
             yield config.fault("rollout.vllm.process", text)
-        if gpus is not None and vllm.spans and (last := drawing[-1] + vllm.tensor_parallel - 1) >= gpus:
-            text = f"rank {drawing[-1]}'s vLLM would be on GPUs {drawing[-1]} to {last}, but this machine shows {gpus}"
-            text += f", from 0; start a multiple of {vllm.tensor_parallel} ranks"
+        if gpus is not None and vllm.spans and (last := sampling[-1] + vllm.tensor_parallel - 1) >= gpus:
+            text = f"vLLM of rank {sampling[-1]} would use GPUs {sampling[-1]} to {last}, but {_visible(gpus)}"
+            text += f"; start a multiple of {vllm.tensor_parallel} ranks"
             yield config.fault("rollout.vllm.tensor_parallel", text)
         if gpus is not None and vllm.device is not None:
-            last = vllm.device + len(drawing) * vllm.tensor_parallel - 1
+            last = vllm.device + len(sampling) * vllm.tensor_parallel - 1
             if vllm.device < count:
                 yield config.fault("rollout.vllm.device", _of_learner(count))
             elif last >= gpus:
-                text = f"vLLMs would be on GPUs {vllm.device} to {last}, but this machine shows {gpus}, from 0"
+                text = f"the replicas would use GPUs {vllm.device} to {last}, but {_visible(gpus)}"
                 yield config.fault("rollout.vllm.device", text)
 
 
@@ -68,12 +68,16 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
     if first < count:
         yield Fault(("rollout", "async", "device"), first, _of_learner(count))
     elif first + count > gpus:
-        text = f"each rank has a sampler, on GPUs {first} to {first + count - 1}, but this machine shows {gpus}, from 0"
+        text = f"each rank has a sampler, on GPUs {first} to {first + count - 1}, but {_visible(gpus)}"
         yield Fault(("rollout", "async"), f"with {count} ranks", f"{text}; start fewer ranks")
 
 
+def _visible(gpus: int) -> str:
+    return f"this machine has {gpus} visible GPUs (0 to {gpus - 1})"
+
+
 def _of_learner(count: int) -> str:
-    return f"is a learner's GPU with {count} ranks, one GPU each from 0; must be {count} or more, or null"
+    return f"is a learner's GPU: {count} ranks use GPUs 0 to {count - 1}; must be {count} or more, or null"
 
 
 def _deepspeed_faults(config: Config) -> Iterator[Fault]:

@@ -230,7 +230,7 @@ def test_the_kv_page_is_the_kernels():
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        (["rollout.vllm.tensor_parallel=3"], "the model has 4 attention heads; must divide them"),
+        (["rollout.vllm.tensor_parallel=3"], "the model has 4 attention heads; must be a divisor of 4"),
         (["rollout.vllm.tensor_parallel=2"], "o_proj has 96 input features in blocks of 32"),
         (["rollout.vllm.tensor_parallel=2", "quant.group_size=-1", "quant.symmetric=false"], None),
     ],

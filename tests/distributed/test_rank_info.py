@@ -73,8 +73,8 @@ REFUSED = [
     (2, 4, ["diagnostics.gradients_every=1"], "diagnostics.gradients_every", "with 2 ranks; must be 0"),
     (2, 4, [VLLM, "rollout.vllm={process: inline}"], "rollout.vllm.process", "use separate"),
     (2, 4, [VLLM, "rollout.vllm={device: 1}"], "rollout.vllm.device", "must be 2 or more, or null"),
-    (2, 4, [VLLM, "rollout.vllm={device: 3}"], "rollout.vllm.device", "GPUs 3 to 4, but this machine shows 4"),
-    (2, 4, [VLLM, "rollout.vllm={device: 2, tensor_parallel: 2}"], "rollout.vllm.device", "on GPUs 2 to 5"),
+    (2, 4, [VLLM, "rollout.vllm={device: 3}"], "rollout.vllm.device", "GPUs 3 to 4, but this machine has 4"),
+    (2, 4, [VLLM, "rollout.vllm={device: 2, tensor_parallel: 2}"], "rollout.vllm.device", "use GPUs 2 to 5"),
     (1, None, [VLLM, "rollout.vllm={data_parallel: 2}"], "rollout.vllm.data_parallel", "there are only 1"),
     (2, 2, [VLLM, "rollout.vllm={data_parallel: 3}"], "rollout.vllm.data_parallel", "there are only 2"),
     (
@@ -89,11 +89,11 @@ REFUSED = [
         3,
         [VLLM, "rollout.vllm={tensor_parallel: 2}"],
         "rollout.vllm.tensor_parallel",
-        "rank 2's vLLM would be on GPUs",
+        "vLLM of rank 2 would use GPUs",
     ),
-    (2, 3, ["rollout.async={}"], "rollout.async", "each rank has a sampler, on GPUs 2 to 3, but this machine shows 3"),
-    (2, 4, ["rollout.async={device: 3}"], "rollout.async", "on GPUs 3 to 4, but this machine shows 4, from 0"),
-    (2, 4, ["rollout.async={device: 1}"], "rollout.async.device", "is a learner's GPU with 2 ranks"),
+    (2, 3, ["rollout.async={}"], "rollout.async", "each rank has a sampler, on GPUs 2 to 3, but this machine has 3"),
+    (2, 4, ["rollout.async={device: 3}"], "rollout.async", "on GPUs 3 to 4, but this machine has 4 visible"),
+    (2, 4, ["rollout.async={device: 1}"], "rollout.async.device", "is a learner's GPU: 2 ranks"),
 ]
 ACCEPTED = [
     (2, 2, []),
