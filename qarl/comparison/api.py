@@ -109,16 +109,16 @@ def compare_offline(
     Args:
         model: A run, one of its checkpoints, or a model.
         schemes: Names of schemes.
-        text: A UTF-8 file. Default: a text included in qarl.
+        text: Path of the UTF-8 text to compare on. Default: a text included in qarl.
         group_size: Group size of w4a16 and w4a8.
         kv_cache_dtype: KV cache dtype of every scheme. Default: as in the run. The bf16 baseline keeps its own dtype.
         max_tokens: Number of tokens to use from the beginning of the text.
         out: Directory for the result. Default: runs/offline-NAME.
         device: auto, cpu or cuda.
-        verify_digests: Check an exported directory against its qarl_export.json.
-        methods: rtn, gptq, awq (`quant.init`): a row for each scheme and method.
-        calibration: UTF-8 file for gptq and awq. Default: the language reference that CPython carries.
-        calibration_samples: Windows of 256 tokens. Default: 128.
+        verify_digests: Check an exported checkpoint against its qarl_export.json.
+        methods: Values of `quant.init` (rtn, gptq, awq). Each scheme gets one row per method that supports it.
+        calibration: Path of a UTF-8 text for gptq and awq. Default: Python's language reference, a part of CPython.
+        calibration_samples: Number of windows of 256 tokens from that text. Default: 128.
         trained: Runs, checkpoints or exports that were trained from the model; each gets a row.
 
     Returns:

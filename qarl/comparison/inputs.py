@@ -1,4 +1,4 @@
-"""Checks whether runs used the same inputs: files, rewards and evaluation settings behind equal configurations."""
+"""Checks whether runs with equal configurations also used the same files, rewards and evaluation settings."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
 """The runs of a comparison: schemes x learners x seeds on top of one configuration. Imports no torch.
 
-A meaningless combination (bf16 with fake_quant: nothing to quantize) is skipped, and its row says so. If another
-combination has an invalid configuration, its row gives the reason and the others continue. If all are invalid, the
+A meaningless combination (bf16 with fake_quant: nothing to quantize) is skipped, and its row says so. A combination
+with an invalid configuration is refused: its row gives the reason, and the others continue. If all are invalid, the
 command ends before it writes anything.
 """
 
@@ -108,8 +108,8 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
         data: Parsed configuration, if `file` is only a name for messages.
 
     Raises:
-        UserError: An override sets train.run_dir or a key that an option varies, or all members are invalid (lists
-            each distinct reason).
+        UserError: An override sets train.run_dir or a key that an option varies, or all members are invalid (one line
+            per distinct reason).
     """
     check_overrides(overrides, _taken(axes))
     data = read_yaml(file) if data is None else data
@@ -129,7 +129,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
         members.append(member)
         if scheme == UNQUANTIZED and learner == "fake_quant":
             member.state = "skipped"
-            member.reason = f"scheme {scheme} has nothing to quantize, so no fake_quant learner"
+            member.reason = f"scheme {scheme} has nothing to quantize, so there is no fake_quant learner"
             continue
         changes = [
             *overrides,
@@ -147,9 +147,7 @@ def plan(file: str, overrides: list[str], axes: Axes, out: Path, data: Any = Non
             member.state, member.reason, member.config = "refused", "; ".join(str(error).splitlines()), None
             faults += [line for line in str(error).splitlines() if line not in faults]
     if not checked:
-        raise UserError(
-            f"compare: scheme {UNQUANTIZED} has nothing to quantize; give another of --schemes, or of --learners"
-        )
+        raise UserError(f"compare: scheme {UNQUANTIZED} has nothing to quantize; add another scheme or another learner")
     if all(member.config is None for member in members):
         raise UserError("\n".join(capped(faults, file)))
     return members
@@ -219,7 +217,10 @@ def _same(record: RunRecord, config: Config) -> bool:
 
 
 def _difference(record: RunRecord, config: Config) -> list[str]:
-    """Return the keys that must not differ but do: by the rule of run directories, and what the first steps used."""
+    """Return one line per difference that rules out a run: keys of `config_difference`, number of steps, first step.
+
+    A constant learning rate does not depend on the number of steps, so these may differ.
+    """
     lines = config_difference(record.config.model_dump(mode="json"), config.model_dump(mode="json"))
     there, here, schedule = record.config.train.steps, config.train.steps, config.optim.schedule
     if there != here and schedule != "constant":

@@ -111,9 +111,11 @@ class _Training:
     """A member in training.
 
     Attributes:
-        begin: Offset of this start in its log.
-        gpu: Its GPU; None: all are visible.
-        passed: Signals sent to it.
+        process: Its process.
+        log: Its log, which earlier starts may have written too.
+        begin: Offset in bytes at which this start's output begins in the log.
+        gpu: The GPU that it sees; None: all.
+        passed: Number of signals forwarded to it.
     """
 
     member: Member
@@ -158,9 +160,9 @@ def _gpu_for(member: Member, gpus: list[str], running: list[_Training]) -> str |
 
 def _fits_one_gpu(config: Config) -> bool:
     rollout, vllm = config.rollout, config.rollout.vllm
-    beside = rollout.engine == "vllm" and (vllm.device is not None or vllm.tensor_parallel > 1)
-    beside = beside or rollout.samples_ahead
-    return expected_device(config) == "cuda" and not beside
+    more = rollout.engine == "vllm" and (vllm.device is not None or vllm.tensor_parallel > 1)
+    more = more or rollout.samples_ahead
+    return expected_device(config) == "cuda" and not more
 
 
 def _begin(member: Member, out: Path, view: ProgressView, gpu: str | None) -> _Training:
@@ -180,7 +182,7 @@ class TrainProcess:
     """`qarl` in its own session, because this process forwards the terminal's Ctrl-C. Ends with this process."""
 
     def __init__(self, argv: list[str], log: BinaryIO, environment: Mapping[str, str]) -> None:
-        # Never written; the kernel closes this end when the process ends for any reason.
+        # Nothing is written. The kernel closes this end of the pipe when this process ends for any reason.
         read, self._lifeline = os.pipe()
         self._process = subprocess.Popen(
             [sys.executable, "-c", _BOOT, json.dumps(sys.path), str(read), *argv],

@@ -1,5 +1,7 @@
 """A study: one configuration, named variants of it, and the metrics to compare. Imports no torch.
 
+A study file is YAML with these keys:
+
 title: ...
 config: {...}                    shared configuration
 profiles: {gpu: {...}}           other sizes, chosen with --profile
@@ -91,8 +93,8 @@ class Study(Section):
     variants: dict[str, dict[str, Any] | None] = Field(
         min_length=1, max_length=ITEMS, description="Name -> changes of the member."
     )
-    columns: list[StudyColumn] = Field([], max_length=ITEMS, description="Numbers of the table.")
-    curves: list[StudyCurve] = Field([], max_length=ITEMS, description="Charts of the page.")
+    columns: list[StudyColumn] = Field([], max_length=ITEMS, description="Additional columns of the table.")
+    curves: list[StudyCurve] = Field([], max_length=ITEMS, description="Additional charts of the page.")
 
     def faults(self) -> Iterator[Fault]:
         heads = [column.head for column in self.columns]
@@ -117,7 +119,8 @@ def load_study(file: str) -> Study:
     study = validated(Study, data, lambda loc: file)
     for name in (*study.variants, *study.profiles):
         if not _NAME.fullmatch(name):
-            raise UserError(f"{file}: '{shown(name)}' names a directory; use letters, digits, . _ + and -, 100 at most")
+            text = "becomes a directory name; use at most 100 letters, digits, . _ + and -"
+            raise UserError(f"{file}: '{shown(name)}' {text}")
     return study
 
 
@@ -205,16 +208,16 @@ def _merged(*parts: dict[str, Any]) -> dict[str, Any]:
     """Merge nested mappings; later ones take precedence. Lists and values are replaced as a whole."""
     result: dict[str, Any] = {}
     for part in parts:
-        _lay_over(result, copy.deepcopy(part))
+        _merge_into(result, copy.deepcopy(part))
     return result
 
 
-def _lay_over(below: dict[str, Any], above: dict[str, Any]) -> None:
-    for key, value in above.items():
-        if isinstance(value, dict) and isinstance(below.get(key), dict):
-            _lay_over(below[key], value)
+def _merge_into(base: dict[str, Any], changes: dict[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge_into(base[key], value)
         else:
-            below[key] = value
+            base[key] = value
 
 
 def _sets(changes: dict[str, Any], path: tuple[str, ...]) -> bool:

@@ -75,7 +75,7 @@ def build(
         "kind": "runs",
         "title": title,
         "command": command,
-        # That of the first member is stored in full, the others as differences.
+        # The first member's environment is stored in full, and those of the others as differences.
         "environment": next(iter(environments.values()), None),
         "environment_differences": differing(flat),
         "input_differences": inputs,

@@ -70,7 +70,7 @@ def test_each_variant_runs_with_each_seed_as_one_group_or_only_chosen_variants(w
         ({"a": {}}, ["train.run_dir=x"], {}, "command line: train.run_dir: --out already sets it"),
         ({"a": {}}, ["train.seed=1"], {"seeds": [1]}, "command line: train.seed: --seeds already sets it"),
         ({"a": {"optim": {"lrr": 1}}}, [], {}, "study.yaml: variant a: optim.lrr = 1: unknown key; did you mean"),
-        ({"../a": {}}, [], {}, "'../a' names a directory; use letters"),
+        ({"../a": {}}, [], {}, "'../a' becomes a directory name; use at most 100 letters"),
         ({"a": 3}, [], {}, "study.yaml: variants.a = 3"),
     ],
 )

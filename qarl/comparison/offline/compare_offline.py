@@ -24,7 +24,7 @@ from qarl.policy.device import pick_device
 from qarl.policy.load import load_tokenizer
 from qarl.storage.environment import command_line, describe_environment
 
-SEED = 0  # of the tokens in the speed test
+SEED = 0  # seed of the tokens that the speed test samples
 
 
 def compare_offline(
@@ -52,8 +52,8 @@ def compare_offline(
 
     Args:
         model, text, group_size, kv_cache_dtype, max_tokens, device, calibration, calibration_samples, trained: See
-            `qarl.compare_offline`. A quantized checkpoint stands for its dequantized values.
-        schemes, methods: Names, each once. bf16, the baseline, gets a row only if it is among the schemes.
+            `qarl.compare_offline`. The baseline of a quantized checkpoint is its dequantized weights.
+        schemes, methods: Names, each once. The bf16 baseline gets a row only if it is among the schemes.
         out: Directory of the results; created, or resumed if the arguments are the same.
         window: Window length in tokens; at most the context.
         speed: Sizes of the speed test; default `SpeedTest()`.
@@ -64,7 +64,7 @@ def compare_offline(
         0, or 1 if a scheme could not be measured; its row gives the reason.
 
     Raises:
-        UserError: A model or text that cannot be read, a text shorter than one window, an `out` that holds something
+        UserError: A model or the text cannot be read, the text is shorter than one window, or `out` holds something
             else.
     """
     chosen = methods, calibration, calibration_samples
@@ -76,7 +76,7 @@ def compare_offline(
     source = read_text(text)
     where = pick_device(device)
     context = context_of(base)
-    window = min(window, context - 1)  # a start token is added
+    window = min(window, context - 1)  # `cut` may add a start token
     speed = (speed or SpeedTest()).within(context)
     tokenizer = load_tokenizer(base.model)
     windows = cut(source, tokenizer, window, max_tokens)
@@ -129,7 +129,7 @@ def compare_offline(
 
 
 def _calibration(targets: Mapping[str, Target], tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return what determines the codes of gptq and awq. Raises UserError if the text cannot be read."""
+    """Return the settings that determine the codes of gptq and awq. Raises UserError if the text cannot be read."""
     target = next((target for target in targets.values() if target.quant.init != "rtn"), None)
     if target is None:
         return {}

@@ -36,8 +36,15 @@ class Bench:
 
     Attributes:
         targets: What is measured, by member name.
-        trained: The names of those that are trained policies, with weights of their own.
+        reference: The unquantized model.
+        masters: Its weights.
+        windows: Text for divergence and perplexity.
+        speed: Sizes of the speed test.
+        device: Device of all policies.
+        seed: Seed of the speed test.
         reference_file: Caches the reference's states and output layer between starts.
+        say: Called with a status line.
+        trained: Names of the targets that are trained policies, which have their own weights.
     """
 
     targets: Mapping[str, Target]
@@ -62,8 +69,8 @@ class Bench:
         return RolloutConfig(max_num_seqs=test.batch, max_batched_tokens=test.batch * test.prompt_tokens)
 
     def masters_of(self, target: Target) -> Masters:
-        """The masters that a scheme rounds to nearest, or calibrates."""
-        # Masters from a quantized checkpoint depend on the scheme; see `qarl.policy.stored_weights`.
+        """Return the master weights that the target's scheme quantizes."""
+        # Master weights from a quantized checkpoint depend on the scheme; see `qarl.policy.stored_weights`.
         own = target.kind == "model" and stored_format(Path(target.model.path)) is not None
         return open_masters(target) if own else self.masters
 
@@ -88,7 +95,7 @@ def measure(bench: Bench, schemes: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _opened(bench: Bench, name: str) -> tuple[Opened, Masters]:
-    """Open a member, and the masters that its codes approximate."""
+    """Open a member. Return its policy, and the master weights that its codes approximate."""
     target = bench.targets[name]
     if name in bench.trained:
         bench.say(f"{name}: opening")
@@ -96,7 +103,8 @@ def _opened(bench: Bench, name: str) -> tuple[Opened, Masters]:
         mine, its = bench.masters.shapes, dict(opened.policy.model.named_parameters())
         if mine.keys() != its.keys() or any(mine[key] != tuple(its[key].shape) for key in mine):
             raise UserError(
-                f"{target.name}: is not a model of the shape of {bench.reference.name}; give a policy of it"
+                f"{target.name}: its parameters differ in name or shape from those of {bench.reference.name}; give a "
+                "policy trained from that model"
             )
         return opened, bench.masters
     bench.masters.check(scheme_of(target.quant), target.quant.ignore, "--group-size")
@@ -108,7 +116,7 @@ def _opened(bench: Bench, name: str) -> tuple[Opened, Masters]:
 def _numbers(bench: Bench, scheme: str, reference: Reference) -> dict[str, Any]:
     target = bench.targets[scheme]
     opened, masters = _opened(bench, scheme)
-    # The codes of AWQ approximate scaled weights, those of GPTQ the model's own.
+    # AWQ's codes approximate scaled weights. GPTQ's approximate the model's own.
     layers = list(weight_errors(masters if target.quant.init == "awq" else bench.masters, opened.policy.current))
     bench.say(f"{scheme}: {len(bench.windows.ids)} windows of text")
     text = token_numbers(opened.policy, final_states(opened.policy, bench.windows), reference, bench.windows)
@@ -152,11 +160,14 @@ def _reference(bench: Bench) -> Reference:
 
 
 def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
-    """Yield the error of each Linear layer except the output layer, in model order, one master in memory at a time.
+    """Yield the error of each Linear layer except the output layer, in model order.
 
-    Compares with the tensors in `snapshot`, which the forward uses: codes times stored scales in float32, or the values
-    of an unquantized layer in the compute dtype. Yields rows of `error_of`, with `module`, `layer` (index of the block,
-    None outside of them) and `kind` (`q_proj`, ...).
+    Compares the master weights, one in memory at a time, with the tensors in `snapshot`, which the forward uses: codes
+    times stored scales in float32, or the values of an unquantized layer in the compute dtype.
+
+    Yields:
+        Results of `error_of`, with `module`, `layer` (index of the decoder layer; None outside of them) and `kind`
+        (`q_proj`, ...).
     """
     for name in masters.shapes:
         module = name.removesuffix(".weight")
@@ -164,21 +175,25 @@ def weight_errors(masters: Masters, snapshot: Snapshot) -> Iterator[dict[str, An
             continue
         weight = snapshot.weight(module)
         master = masters.read(name).to(weight.device)
-        held = weight.dequantize(torch.float32)
+        dequantized = weight.dequantize(torch.float32)
         parts = module.split(".")
         layer = next((int(part) for part in parts if part.isdigit()), None)
-        yield {"module": module, "layer": layer, "kind": parts[-1], **error_of(master, held)}
+        yield {"module": module, "layer": layer, "kind": parts[-1], **error_of(master, dequantized)}
 
 
-def error_of(weight: Tensor, held: Tensor) -> dict[str, float | None]:
-    """Return the errors of `held` against `weight`, of the same shape, in float64.
+def error_of(weight: Tensor, dequantized: Tensor) -> dict[str, float | None]:
+    """Compute the quantization error of a matrix in float64.
+
+    Args:
+        weight: W, a master weight.
+        dequantized: Q, of the same shape.
 
     Returns:
-        relative: ||W - H|| / ||W|| (Frobenius norm; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - H||), None
-        if equal. max_abs: largest |W - H|.
+        relative: ||W - Q|| / ||W|| (Frobenius norm; None for a zero matrix). sqnr_db: 20 log10(||W|| / ||W - Q||), None
+        if equal. max_abs: largest |W - Q|.
     """
     wide = weight.double()
-    difference = wide - held.double()
+    difference = wide - dequantized.double()
     size, lost = wide.norm().item(), difference.norm().item()
     return {
         "relative": lost / size if size else None,

@@ -18,9 +18,12 @@ KIND = "offline"
 class Record:
     """Stored results.
 
-    Args:
+    Attributes:
         out: The directory.
         settings: JSON values that determine the numbers, common to all members.
+        title: Title of the page.
+        command: Arguments of the process.
+        environment: Versions and hardware, see `describe_environment`.
     """
 
     out: Path
@@ -38,14 +41,14 @@ class Record:
         return {"name": scheme, "state": "pending", "reason": "not measured yet"}
 
     def keep(self, member: dict[str, Any]) -> None:
-        """Keep a finished member for the next start."""
+        """Store a finished member, so that the next start does not measure it again."""
         body = {"key": self._key(member["name"]), "member": member}
         with disk_errors(self.out, place="--out"):
             self._file(member["name"]).parent.mkdir(exist_ok=True)
         write_json(self._file(member["name"]), {**body, "sha256": body_digest(body)}, "--out")
 
     def _key(self, scheme: str) -> dict[str, Any]:
-        """What determines a member's results and their layout."""
+        """Return everything that determines a member's results and their layout."""
         return {"format_version": FORMAT_VERSION, "scheme": scheme, "settings": self.settings}
 
     def save(self, members: list[dict[str, Any]]) -> dict[str, Any]:

@@ -59,11 +59,11 @@ def engine_speed(opened: Opened, tokens: list[int], test: SpeedTest, seed: int) 
             steps.append((synchronized_s(opened.policy.device), tokens))
 
         opened.engine.generate(prompts, sampling, opened.policy.version, progress)
-        (first, drawn), (last, total) = steps[0], steps[-1]
-        assert drawn == test.batch, "the engine did not accept all prompts in one step"
+        (first, sampled), (last, total) = steps[0], steps[-1]
+        assert sampled == test.batch, "the engine did not accept all prompts in one step"
         if repeat > 0:
             prefill.append(test.batch * test.prompt_tokens / (first - began))
-            decode.append((total - drawn) / (last - first))
+            decode.append((total - sampled) / (last - first))
     return {"prefill_tokens_per_s": _spread(prefill), "decode_tokens_per_s": _spread(decode)}
 
 

@@ -39,7 +39,7 @@ def scheme_targets(
         calibration, calibration_samples: See `calibration_keys`.
 
     Raises:
-        UserError: A group size or a method that no scheme supports.
+        UserError: No scheme supports the group size, or a scheme supports none of the methods.
     """
     if group_size is not None and not set(schemes) & set(grouped_names()):
         raise UserError(
@@ -92,12 +92,13 @@ def member_name(scheme: str, method: str) -> str:
 
 
 def _methods_of(scheme: str, methods: Sequence[str]) -> list[str]:
-    """Return the methods that a scheme has. Raises UserError if there is none."""
+    """Return the methods that support a scheme. Raises UserError if there are none."""
     if scheme == REFERENCE:
         return ["rtn"]
     found = [method for method in methods if scheme in schemes_of_init(method)]
     if not found:
-        raise UserError(f"--methods: scheme {scheme} has none of {','.join(methods)}; add rtn, or leave out {scheme}")
+        given = ",".join(methods)
+        raise UserError(f"--methods: {given} does not support scheme {scheme}; add rtn, or leave out {scheme}")
     return found
 
 
