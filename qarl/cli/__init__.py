@@ -104,7 +104,7 @@ def _main(argv: list[str] | None) -> NoReturn:
 
 
 def _say(text: str, code: int) -> None:
-    """Print each line of `text` on stderr; on the first rank of a launch, the launcher prints it."""
+    """Print an error on stderr, unless the launcher prints it from this rank's exit record."""
     if write_exit_record(text, code):
         return
     for line in text.split("\n"):

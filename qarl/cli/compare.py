@@ -78,7 +78,7 @@ def compare(
     ] = None,
     methods: Annotated[
         str | None,
-        option("--methods", "LIST", "With --offline: rtn,gptq,awq; a row for each scheme and method. Default: rtn."),
+        option("--methods", "LIST", "With --offline: rtn,gptq,awq; one row per scheme and method. Default: rtn."),
     ] = None,
     calibration: Calibration = None,
     calibration_samples: CalibrationSamples = None,

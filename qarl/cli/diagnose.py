@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
     from qarl.diagnose.run import Diagnosed
 
-INDENT = 2  # of a metric below its heading
-BESIDE = 80  # characters next to metric names: value, borders, and an explanation of at most two lines
+INDENT = 2  # characters by which metrics are indented below their heading
+BESIDE = 80  # minimum characters next to metric names: value, borders, and an explanation of at most two lines
 
 
 def diagnose(
@@ -85,7 +85,7 @@ def _print(found: Diagnosed) -> None:
 
 
 def numbers_table(metrics: Mapping[str, float], title: str, width: int) -> Table:
-    """Table of all numbers with explanations, next to them if `width` characters suffice, else below."""
+    """Return a table of all metrics, with explanations next to them if `width` characters suffice, else below."""
     from rich.console import Group
     from rich.padding import Padding
     from rich.table import Table

@@ -28,8 +28,8 @@ def generate(
     chat: Annotated[
         bool | None,
         typer.Option(
-            help="Wrap prompts in the chat template. Default: as the run, or the exported run, was trained; for "
-            "another model, if it has one.",
+            help="Wrap prompts in the chat template. Default: as in training for a run or its export, and for other "
+            "models if they have one.",
         ),
     ] = None,
     system: Annotated[

@@ -32,7 +32,7 @@ from qarl.utils.signals import Signals, signal_name
 
 POLL_S = 0.1
 LEAVE_S = GRACE_S + 10  # seconds for the other ranks to end, once one has failed
-TELL_S = 2 * TICK_S  # time in which a hung rank prints its stack before it is killed
+TELL_S = 2 * TICK_S  # seconds in which a hung rank prints its stack before it is killed
 STOP_S = 5.0  # seconds for the ranks to end after a second Ctrl-C
 EARLY = 1  # reported in place of exit code 0 for a rank that ended before the run was complete
 TAIL_LINES = 12
@@ -214,7 +214,7 @@ class Launched:
         if code in INTERRUPTED:
             return code
         if fault is self.faults.get(fault.rank):
-            forget_fault(self._run_dir)  # another rank may have written that it missed this one
+            forget_fault(self._run_dir)  # another rank may have recorded that it timed out waiting for this one
         write_fault(self._run_dir, fault)
         if fault.rank > 0 and fault.code != 2:
             self._show_tail(fault.rank)

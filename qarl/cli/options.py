@@ -20,19 +20,20 @@ Scheme = Annotated[
 GroupSize = Annotated[int | None, typer.Option(min=-1, max=128, help=f"Group size of {GROUPED}: 32, 64, 128 or -1.")]
 KVCache = Annotated[
     KVCacheDtype | None,
-    typer.Option(help="dtype of the KV cache. Default: as in training, else auto."),
+    typer.Option(help="Dtype of the KV cache. Default: as in training for a run or its export; auto for a model."),
 ]
 Calibration = Annotated[
     Path | None,
     option(
         "--calibration",
         "FILE",
-        "Calibration text of gptq and awq, a UTF-8 file. Default: the language reference that CPython carries.",
+        "UTF-8 text file that gptq and awq calibrate on. Default: Python's language reference, a part of CPython.",
         path_of,
     ),
 ]
 CalibrationSamples = Annotated[
-    int | None, typer.Option(min=1, max=SEQUENCES, help="Windows of 256 tokens that gptq and awq read. Default: 128.")
+    int | None,
+    typer.Option(min=1, max=SEQUENCES, help="Number of windows of 256 tokens that gptq and awq read. Default: 128."),
 ]
 TemplateKwargs = Annotated[
     str | None,
@@ -47,12 +48,14 @@ TopP = Annotated[float, typer.Option(help="Sample from the smallest set of token
 MinP = Annotated[
     float, typer.Option(help="Drop tokens less probable than this fraction of the most probable one. 0: off.")
 ]
-Step = Annotated[int | None, typer.Option(min=0, max=STEPS, help="Checkpoint of a run. Default: the newest.")]
+Step = Annotated[
+    int | None, typer.Option(min=0, max=STEPS, help="Training step of a run's checkpoint. Default: the newest.")
+]
 MovedModel = Annotated[
     str | None, option("--model", "MODEL", "New location of the run's base model, if it moved.", name_of)
 ]
 VerifyDigests = Annotated[
     bool,
-    typer.Option(help="Check an exported directory (tensors, configuration, tokenizer) against its qarl_export.json."),
+    typer.Option(help="Check an exported checkpoint (tensors, configuration, tokenizer) against its qarl_export.json."),
 ]
 Device = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="auto: CUDA if available.")]

@@ -1,7 +1,7 @@
 """The private rendezvous directory of `qarl train --nproc`. Imports no torch.
 
-A launcher removes its own directory at the end, and those of killed launchers. The launcher and its ranks, which
-inherit its descriptor, hold a lock in it. So if nobody holds the lock, all of them are gone.
+A launcher removes its own directory at the end, and at its start those of killed launchers. The launcher locks a file
+in its directory, and its ranks inherit the file descriptor. So if nobody holds the lock, all of them are gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def rendezvous_directory() -> Iterator[tuple[Path, tuple[int, ...]]]:
         The directory, and the file descriptors that the ranks inherit (the lock, if the file system supports locks).
 
     Raises:
-        UserError: The file system of TMPDIR has not enough free space.
+        UserError: The file system of TMPDIR does not have enough free space.
     """
     with suppress(OSError):
         _remove_abandoned(Path(tempfile.gettempdir()))

@@ -56,7 +56,7 @@ class RunPolicy:
         """Load the masters after `step`, quantize them, and verify the codes against the digest that the run recorded.
 
         Raises:
-            UserError: The checkpoint is damaged or of another model, or quantizes to other codes.
+            UserError: The checkpoint is damaged or of another model, or its weights quantize to other codes.
         """
         path = self._checkpoints / f"{step:06d}"
         if not path.exists():
@@ -131,7 +131,7 @@ class RunPolicy:
         return self._packed(saved, flips)
 
     def gradient_gram(self, saved: SavedStep) -> Tensor:
-        """`Passes.gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
+        """Return `Passes.gram` over the first minibatch of the step: (6, 6) float64, or (4, 4) without a band."""
         config = self.config
         minibatch = self._batch(saved).minibatches(config.minibatch_size, config.train.seed, saved.step - 1, epoch=0)[0]
         band = build_objective(config.objective, config.correction).band

@@ -49,7 +49,7 @@ def evaluate_target(
     Args:
         target: The policy.
         section: What to evaluate.
-        own_data: The tasks are those of the run, so its rollout section defines how a response ends.
+        own_data: Whether the tasks are those of the run, so that its rollout section defines how a response ends.
         out: Results directory; default below the run, or ./eval.
         device: auto, cpu or cuda.
         notes: Lines to show to the user.

@@ -47,7 +47,7 @@ def read_rows(path: Path, model: type[BaseModel]) -> list[Row]:
 
 
 def append_rows(path: Path, rows: Iterable[Row], place: str) -> None:
-    """Append rows durably. On a write error removes what was written, and raises UserError."""
+    """Append rows durably. On a write error, remove what was written, and raise UserError."""
     text = "".join(map(to_line, rows)).encode()
     with disk_errors(path, len(text), place), open(path, "ab", buffering=0) as file:
         end = os.fstat(file.fileno()).st_size

@@ -17,7 +17,7 @@ from qarl.evaluation.tasks import LoadedTask, TaskRewards
 from qarl.rollout.engine import Generates, SamplingParams
 from qarl.types import Prompt, Rollout
 
-BATCH_RESPONSES = 128  # per batch, which is generated and saved as a whole; an interruption loses one batch at most
+BATCH_RESPONSES = 128  # responses that are generated and saved together; an interruption loses at most these
 
 Phase = Callable[[str, int], AbstractContextManager[Callable[..., None]]]  # `RunConsole.phase`
 
@@ -110,9 +110,9 @@ def evaluate(
     Raises:
         UserError: `rows` has completions of other prompts.
     """
-    asked = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
+    wanted = {(task.name, prompt.id): prompt.text for task in tasks for prompt in task.prompts}
     for row in rows:
-        if asked.get((row["task"], row["prompt_id"])) != row["prompt"]:
+        if wanted.get((row["task"], row["prompt_id"])) != row["prompt"]:
             raise UserError(
                 f"--out: its completions.jsonl holds a completion for prompt {row['prompt_id']} of task "
                 f"{row['task']!r}, which is not part of this evaluation; choose another --out"

@@ -105,9 +105,9 @@ def require_room(tasks: Sequence[LoadedTask], max_response_length: int, limit: i
 
     Args:
         tasks: The tasks.
-        max_response_length: Tokens of a response.
-        limit: Maximum number of tokens of prompt and response.
-        what: What has the limit, for the message.
+        max_response_length: Maximum tokens of a response.
+        limit: Maximum tokens of a prompt plus its response.
+        what: Name of the limit, for the message.
         key: Key or option that sets `max_response_length`, for the message.
     """
     for task in tasks:
@@ -127,6 +127,7 @@ class TaskRewards:
     Args:
         tasks: The tasks.
         limits: A `reward` section for workers, timeouts and allowed failures; its functions are not used.
+        log_path: See `RewardPool`.
         ranks: Ranks that score together; None for a single process.
 
     Raises:
