@@ -20,8 +20,8 @@ _SHOWN = 80  # characters of a value in a message
 def checked_arguments(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate `function` so that an argument of the wrong type raises UserError.
 
-    Without it, some wrong values have a meaning: the string "END" is also a sequence of three texts. Arrays,
-    columns of datasets and other iterables become lists.
+    Otherwise some mistakes would go unnoticed: the string "END" is also a sequence of three strings. Arrays, columns of
+    datasets and other iterables become lists.
     """
     signature = inspect.signature(function)
 

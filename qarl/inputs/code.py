@@ -38,7 +38,7 @@ def file_of(reference: str) -> str | None:
 def check_reference(reference: str, place: str) -> None:
     """Raise UserError if `reference` has no name after its colon, or its file does not exist.
 
-    place: prefix of the message.
+    place: Prefix of the message.
     """
     module, _, name = reference.rpartition(":")
     if not name.isidentifier():

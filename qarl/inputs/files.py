@@ -53,14 +53,12 @@ def read_bytes(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> byt
     with os.fdopen(_open(path, stream), "rb", buffering=0) as file, _reading(path):
         data = b"".join(_chunks(file.fileno(), limit + 1))
     if len(data) > limit:
-        raise Unreadable(str(path), f"holds more than {limit:,} bytes, the most that is read of such a file")
+        raise Unreadable(str(path), f"holds more than {limit:,} bytes, the limit for such a file")
     return data
 
 
 def read_prefix(path: Path, count: int) -> tuple[bytes, int]:
-    """Read up to `count` bytes from the start of a file of any size; also returns the file's size. Raises NoSuchFile,
-    Unreadable.
-    """
+    """Return up to `count` bytes from the start of a file of any size, and its size. Raises NoSuchFile, Unreadable."""
     with open_regular(path) as file, _reading(path):
         return file.read(count), os.fstat(file.fileno()).st_size
 
@@ -73,7 +71,7 @@ def read_text(path: Path, limit: int = TEXT_BYTES, stream: bool = False) -> str:
 def read_lines(path: Path, limit: int = LINE_BYTES) -> Iterator[tuple[int, bytes]]:
     """Yield (line number from 1, line with its line end) of a file of any size.
 
-    limit: maximum bytes per line. Raises NoSuchFile, Unreadable.
+    limit: Maximum bytes per line. Raises NoSuchFile, Unreadable.
     """
     with open_regular(path) as file, _reading(path):
         number = 0
@@ -96,17 +94,17 @@ def file_sha256(path: Path) -> tuple[int, str]:
         return file.tell(), digest
 
 
-_digests: dict[tuple[int, ...], str] = {}  # by the identity of the file
+_digests: dict[tuple[int, ...], str] = {}  # file identity, see `sha256_once` -> digest
 
 
 def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a regular file. Hashes it once per process until its inode, size or times change.
+    """Return the SHA-256 of a regular file. Hashes it again only if its inode, size or times have changed.
 
     Raises NoSuchFile, Unreadable.
     """
     with open_regular(path) as file:
         found = os.fstat(file.fileno())
-    # A file that is replaced or written gets another identity.
+    # Replacing or writing a file changes this.
     identity = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
     if identity not in _digests:
         _digests[identity] = file_sha256(path)[1]

@@ -28,6 +28,7 @@ def parse_json(
     """Parse a JSON text.
 
     Args:
+        text: The text, or its UTF-8 bytes.
         place: Source of the text (a file, or a line of it), for messages.
         big_integers: Allow integers of up to INT_DIGITS digits; otherwise they must fit 64 bits.
         nonfinite: Allow NaN and Infinity, which strict JSON does not have.
@@ -73,7 +74,7 @@ def parse_json(
 
 
 def read_json(path: Path, *, limit: int = TEXT_BYTES, **options: bool) -> Any:
-    """Read a JSON file. limit: in bytes. options: of `parse_json`. Raises NoSuchFile, Unreadable."""
+    """Read a JSON file. limit: Maximum bytes. options: See `parse_json`. Raises NoSuchFile, Unreadable."""
     return parse_json(read_text(path, limit), str(path), **options)
 
 
@@ -109,12 +110,10 @@ def strict(value: Any) -> Any:
 
 
 def _walk(value: Any, place: str, surrogates: bool, depth: int = 1, path: str = "") -> None:
-    """Reject too deep nesting, and lone surrogates unless they are allowed, because files and terminals cannot
-    encode them.
-    """
+    """Raise Unreadable for too deep nesting, and unless allowed for lone surrogates, which UTF-8 cannot encode."""
     if isinstance(value, str) and not surrogates and _LONE.search(value):
         where = f" at {visible(path)}" if path else ""
-        raise Unreadable(place, f"holds a lone surrogate{where}, which is not a character; write it out")
+        raise Unreadable(place, f"holds a lone surrogate{where}, which is not a character; write the character itself")
     if isinstance(value, (dict, list)):
         if depth > DEPTH:
             raise Unreadable(place, f"nested deeper than {DEPTH} levels")

@@ -25,8 +25,9 @@ def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
     file can raise any exception, even `Exception` itself. Keep qarl's own code out of the block.
 
     Args:
-        place: Start of the message; names the file.
-        directory: A model's directory. If the error is only a value or a key, the message names the file that has it.
+        place: Start of the message: the file.
+        directory: A model's directory. If the library's message is only a key or value, the files in it are searched
+            for that, and the message names the one that contains it.
     """
     try:
         yield
@@ -37,7 +38,7 @@ def foreign_errors(place: str, directory: Path | None = None) -> Iterator[None]:
 
 
 def _reason(error: Exception, directory: Path | None) -> str:
-    """Describe an error in a sentence. A KeyError has only a key, and a TypeError describes the library's own code."""
+    """Describe an error in a sentence. The text of a KeyError is only a key; that of a TypeError is about code."""
     if isinstance(error, LocalEntryNotFoundError):  # its own text does not mention directories
         return "no such directory, not in the hub's local cache, and the hub does not answer; check name and connection"
     text = " ".join(str(error).split())[:300]
@@ -58,14 +59,14 @@ def _reason(error: Exception, directory: Path | None) -> str:
 
 
 def _library(error: Exception) -> str:
-    """Return the package whose code raised an error."""
+    """Return the name of the package whose code raised an error."""
     frames = list(traceback.walk_tb(error.__traceback__))
     names = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame, _ in frames]
     return next((name for name in reversed(names) if name not in ("", "qarl")), "a library")
 
 
 def _entries(path: Path, value: object) -> list[str]:
-    """`FILE: KEY = "value"` for each entry of a JSON file that has this value."""
+    """Return `FILE: KEY = "value"` for each entry of a JSON file that has this value."""
     try:
         document = read_json_object(path, big_integers=True, nonfinite=True)
     except UserError:

@@ -24,7 +24,7 @@ DEVICES = 1024  # GPUs per machine
 MOST_STALE = 64  # steps that asynchronous rollouts may be ahead
 KV_PAGE = 64  # tokens per page of the native sampler's KV cache
 
-SECONDS = 1e6  # 11 days; poll() takes up to 24
+SECONDS = 1e6  # 11 days; poll() accepts up to 24 days
 FACTOR = 1e9  # weights, coefficients, ratios and their bounds
 SCORE = 1e9  # sums of rewards and log-ratios
 LEARNING_RATE = 1e3

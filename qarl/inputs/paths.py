@@ -39,7 +39,7 @@ def path_fault(text: AnyPath, home: bool = True) -> str | None:
         if home:
             Path(name).expanduser()
     except RuntimeError:  # `~name`
-        return f"there is no user {name.split('/')[0][1:]!r}; write the directory out"
+        return f"there is no user {name.split('/')[0][1:]!r}; give the full path of the directory"
     return None
 
 
@@ -69,7 +69,11 @@ def path_errors(place: str, fix: str = "check the path") -> Iterator[None]:
     """Turn errors from accessing a path into a one-line UserError.
 
     Handles OSError (a missing or unreadable file, a loop of links, a directory that disappeared), ValueError (NUL,
-    characters that are invalid in names) and RuntimeError (the home of an unknown user). place: prefix of the message.
+    characters that are invalid in names) and RuntimeError (the home of an unknown user).
+
+    Args:
+        place: Prefix of the message.
+        fix: End of the message: what the user can do.
     """
     try:
         yield

@@ -16,8 +16,9 @@ T = TypeVar("T", bound=BaseModel)
 
 
 class Record(BaseModel):
-    """Base class of records in files. Strict types and finite numbers. Unknown keys are ignored, so that files of a
-    later qarl can be read.
+    """Base class of records in files, with strict types and finite numbers.
+
+    Unknown keys are ignored, so that files of later versions of qarl can be read.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
@@ -53,7 +54,7 @@ class FileDigest(Record):
 
 
 def checked(model: type[T], value: Any, place: str) -> T:
-    """Validate `value` as a `model`. Raises Unreadable with the first invalid key. place: source of the value."""
+    """Validate `value` as a `model`. Raises Unreadable with the first invalid key. place: Source of the value."""
     try:
         return model.model_validate(value)
     except ValidationError as error:

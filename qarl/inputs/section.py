@@ -130,7 +130,7 @@ class Section(BaseModel):
         yield from ()
 
     def resolved(self) -> dict[str, Any]:
-        """Defaults of null keys that depend on other keys of the section."""
+        """Return defaults of null keys that depend on other keys of the section."""
         return {}
 
     @model_validator(mode="before")

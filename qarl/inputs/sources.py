@@ -24,11 +24,11 @@ SOURCE_BYTES = 2**30  # limit per module; an extension may be large
 
 
 def source_parts(reference: str, place: str) -> list[Any]:
-    """Return the parts of the module in `path/to/file.py:name` or `package.module:name`, for a digest.
+    """Return what a digest of the module in `path/to/file.py:name` or `package.module:name` covers.
 
-    These are the SHA-256 of its file and of files that it imports, directly or indirectly, from the same directory or
-    the same top-level package. Paths and libraries do not count, so a directory may be moved. place: prefix of
-    messages. Raises UserError for a file that cannot be read.
+    This is the SHA-256 of its file and of files that it imports, directly or indirectly, from the same directory or the
+    same top-level package. Paths and libraries do not count, so a directory may be moved. place: Prefix of messages.
+    Raises UserError if a file cannot be read.
     """
     module = reference.rpartition(":")[0]
     try:
@@ -44,7 +44,10 @@ def source_parts(reference: str, place: str) -> list[Any]:
 
 
 def _sources(path: Path, root: Path, package: str | None) -> dict[str, str]:
-    """Return the SHA-256 of `path` and of its imports under `root`, by relative path. package: restricts imports."""
+    """Return the SHA-256 of `path` and of its imports under `root`, by relative path.
+
+    package: Top-level package to which imports are restricted; None: any.
+    """
     found: dict[str, str] = {}
     waiting = [path]
     while waiting:
@@ -65,7 +68,7 @@ def _imports(content: bytes, path: Path, root: Path) -> Iterator[str]:
     """Yield absolute names of modules that a source may import; for `from a import b` both a and a.b."""
     try:
         nodes: Iterable[ast.AST] = ast.walk(ast.parse(content))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the worker will report the error
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # reported when the module is imported
         return
     here = path.relative_to(root).parent.parts
     for node in nodes:
@@ -102,7 +105,7 @@ def _module_file(stem: Path) -> Path | None:
 
 
 def _find_module(name: str) -> tuple[Path, Path] | None:
-    """Return the file of module `name` and the sys.path entry that contains it, with the worker's search order."""
+    """Return the file of module `name` and the sys.path entry that contains it, with the search order of `code`."""
     for entry in [*sys.path, os.getcwd()]:
         root = Path(entry or os.getcwd()).resolve()
         if (path := _module_file(root.joinpath(*name.split(".")))) is not None:

@@ -75,9 +75,9 @@ def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 
 class OpenTensors:
-    """Reads the tensors of `stored` on the CPU. Opens each file once, since parsing a large header takes milliseconds.
+    """Reads tensors of `stored` to the CPU. Opens each file once, because parsing a large header takes milliseconds.
 
-    Raises the errors of the library: SafetensorError, OSError, RuntimeError.
+    Reading raises the errors of the library: SafetensorError, OSError, RuntimeError.
     """
 
     def __init__(self, stored: Mapping[str, StoredTensor]) -> None:
@@ -111,7 +111,7 @@ def require_index(directory: Path) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the files in an index. Raises NoSuchFile, Unreadable."""
+    """Return the names of the files in an index. Raises NoSuchFile, Unreadable."""
     return sorted(set(_weight_map(index).values()))
 
 
@@ -120,8 +120,9 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of one safetensors file. Raises NoSuchFile, or Unreadable if the library refuses its header,
-    which must describe the whole file.
+    """Return the tensors of one safetensors file.
+
+    Raises NoSuchFile, and Unreadable if the library rejects the header, which must describe the whole file.
     """
     open_regular(path).close()  # the library would wait for the writer of a pipe
     try:
