@@ -66,18 +66,18 @@ def plain_expert_bytes(architecture: Architecture, tokens: int, width: int) -> i
 
 
 def uses_kernels(config: Config, device: Device) -> bool:
-    """Whether weight versions are published for Triton kernels."""
+    """Whether weights are stored for Triton kernels, not for plain torch."""
     return device == "cuda" and config.quant.kernels == "auto" and config.model.dtype != "float32"
 
 
 def logit_bytes(config: Config) -> int:
-    """Bytes per logit of a chunk of logits. With a teacher, up to seven float32 matrices are compared at once."""
+    """Bytes per logit of a chunk of logits. With a teacher, up to seven float32 matrices exist at once."""
     own = LOGIT_BYTES["ranked" if config.rollout.top_p < 1 else "plain"]
     return own if config.objective.teacher is None else max(own, 28)
 
 
 def activations(config: Config, architecture: Architecture, device: Device, tokens: int) -> list[tuple[str, int]]:
-    """(name, bytes) of a forward and backward of `tokens` tokens, without parameters and their gradients."""
+    """Return (name, bytes) of a forward and backward of `tokens` tokens, without parameters and their gradients."""
     a, train = architecture, config.train
     name = f"activations ({tokens:,} tokens, recompute {train.recompute})"
     if fused := fused_pass(config, a, device, tokens):
@@ -110,11 +110,11 @@ def fused_pass(config: Config, architecture: Architecture, device: Device, token
         rounded=quant.learner == "fake_quant" and scheme.activation is not None,
         rounded_backward=quant.ste_input == "dequantized",
         dequantized=aligned and scheme.quantized,
-        stacked=scheme.row_unit == 1,  # otherwise concatenation depends on the widths; assume the larger memory
+        packed=scheme.row_unit == 1,  # otherwise packing depends on the widths; assume the larger memory
         fp8=quant.backward == "fp8",
         logits=logit_bytes(config) * train.logprob_chunk * architecture.vocab_size if config.ranked else 0,
         kv_fp8=quant.kv_cache_dtype == "fp8" and quant.learner != "full_precision",
-        again=objective.kl_coef > 0 or (shadowed and not aligned),
+        second_forward=objective.kl_coef > 0 or (shadowed and not aligned),
     )
 
 
@@ -127,15 +127,16 @@ class FusedPass:
         tokens: Tokens of the micro-batch; all of them are counted as predicted.
         dtype: 16-bit compute dtype.
         recompute: `train.recompute`.
-        codes: Products read one-byte activation codes.
-        rounded: Products read 16-bit activations that were quantized and dequantized.
-        rounded_backward: Weight gradients read quantized and dequantized activations too.
-        dequantized: Weights are stored as codes, which the backward dequantizes.
-        stacked: Linears with the same input are packed into one operand.
-        fp8: Products of the backward are FP8.
-        kv_fp8: Keys and values are rounded to FP8, which makes a copy of them.
+        codes: Whether products read one-byte activation codes.
+        rounded: Whether products read 16-bit activations that were quantized and dequantized.
+        rounded_backward: Whether weight gradients read quantized and dequantized activations too.
+        dequantized: Whether weights are stored as codes, which the backward dequantizes.
+        packed: Whether linears with the same input are multiplied as one packed linear.
+        fp8: Whether products of the backward are FP8.
+        kv_fp8: Whether keys and values are rounded to FP8, which makes a copy of them.
         logits: Bytes of a chunk of logits if tokens are ranked (top-k, top-p), else 0.
-        again: A second forward without gradient (shadow or reference) runs while the first one's activations are kept.
+        second_forward: Whether a second forward without gradient (shadow or reference) runs while the first one's
+            activations are kept.
     """
 
     architecture: Architecture
@@ -146,11 +147,11 @@ class FusedPass:
     rounded: bool = False
     rounded_backward: bool = False
     dequantized: bool = False
-    stacked: bool = True
+    packed: bool = True
     fp8: bool = False
     kv_fp8: bool = False
     logits: int = 0
-    again: bool = False
+    second_forward: bool = False
 
     @property
     def _hidden(self) -> int:
@@ -165,6 +166,7 @@ class FusedPass:
 
     @property
     def _qkv(self) -> int:
+        """Output of q, k and v, bytes per token."""
         a = self.architecture
         return WIDTH * (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
 
@@ -174,7 +176,7 @@ class FusedPass:
         return WIDTH * self.architecture.active_size
 
     @property
-    def _given(self) -> int:
+    def _expert_outputs(self) -> int:
         """Outputs of the experts before summation, and the shared expert's gate, bytes per token; 0 for an MLP."""
         mixture = self.architecture.mixture
         if mixture is None:
@@ -194,7 +196,7 @@ class FusedPass:
         These are two residual streams and their norm statistics, q, k and v, the attention output, and gate and up.
         Experts add their outputs and the routing.
         """
-        mlp = 2 * self._inner + self._given + self._routed
+        mlp = 2 * self._inner + self._expert_outputs + self._routed
         return 2 * (self._hidden + 4) + self._qkv + self._out + mlp
 
     @property
@@ -202,7 +204,7 @@ class FusedPass:
         """Intermediates that a layer keeps until its backward, bytes per token. The routing is always kept."""
         return {
             "elementwise": self.layer,
-            "mlp": self.layer - 2 * self._inner - self._given,
+            "mlp": self.layer - 2 * self._inner - self._expert_outputs,
             "products": self._hidden + self._out + self._routed,
             "layer": self._hidden + self._routed,
         }[self.recompute]
@@ -241,8 +243,8 @@ class FusedPass:
     def temporaries(self) -> dict[str, int]:
         """Peak bytes of temporaries per part of a forward and backward, in addition to `kept_bytes`."""
         tokens, state = self.tokens, self.tokens * self._hidden
-        current = tokens * (self.layer - self.kept)  # of the layer being computed
-        stream = 0 if self.recompute in ("elementwise", "mlp") else state
+        current = tokens * (self.layer - self.kept)  # intermediates of the layer being computed that it does not keep
+        stream = 0 if self.recompute in ("elementwise", "mlp") else state  # residual stream, if no layer keeps it
         found = {
             "forward of a layer": current + stream + tokens * self._passing(),
             # Output of down_proj, the stream if no layer keeps it, the rows of both, the last norm's input and output.
@@ -252,13 +254,13 @@ class FusedPass:
             "gradient of gathered states": 4 * state + tokens * 4 * self.architecture.hidden_size,
             "backward of a layer": 2 * state + current + max(self._backward_stages()),
         }
-        if self.again:
+        if self.second_forward:
             found["forward of shadow or reference"] = 2 * state + self.forward_bytes
         plain = self._of_dense_layers()
         return found if plain is None else {part: max(most, plain.temporaries()[part]) for part, most in found.items()}
 
     def _head(self) -> int:
-        """Peak bytes of the output layer, gradient of its input included."""
+        """Peak bytes of the output layer, including the gradient of its input."""
         a, tokens = self.architecture, self.tokens
         half = self.dtype == "float16"  # gradients of the logits and copies of the operands are float32
         if self.logits:
@@ -275,8 +277,8 @@ class FusedPass:
     def _backward_stages(self) -> list[int]:
         """Bytes of temporaries in each stage of a layer's backward.
 
-        The layer's intermediates are not counted, nor what the whole backward holds: the output gradient and the last
-        norm's input.
+        Not counted are the layer's intermediates, and tensors that exist during the whole backward: the output gradient
+        and the last norm's input.
         """
         a, tokens, state = self.architecture, self.tokens, self.tokens * self._hidden
         queries, keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
@@ -286,37 +288,38 @@ class FusedPass:
             routed, shared = a.mixture.routed_size, a.mixture.shared
             mlp = self._mlp_stages(routed, a.mixture.experts * a.mixture.inner, False)  # products of experts are 16-bit
             if shared:  # runs after the experts' gate and up are freed, with the input gradient of all in float32
-                beside = 2 * state - 2 * tokens * WIDTH * routed
-                mlp += [beside + stage for stage in self._mlp_stages(shared, shared, self.fp8)]
-        out_gradient = tokens * WIDTH * (queries + queries + 2 * keys)  # of the attention output and of q, k and v
-        turned = 2 * tokens * WIDTH * (queries + keys)  # rotated q and k, and their gradients
-        turned += tokens * WIDTH * keys if self.kv_fp8 else 0
+                before = 2 * state - 2 * tokens * WIDTH * routed
+                mlp += [before + stage for stage in self._mlp_stages(shared, shared, self.fp8)]
+        gradients = tokens * WIDTH * (queries + queries + 2 * keys)  # of the attention output and of q, k and v
+        rotated = 2 * tokens * WIDTH * (queries + keys)  # rotated q and k, and their gradients
+        rotated += tokens * WIDTH * keys if self.kv_fp8 else 0
         statistics = 32 * (tokens + ATTENTION_PADDING) * a.num_heads
-        given = tokens * self._given
-        gone = 2 * tokens * self._inner + state + given  # freed before attention: gate, up and the MLP's stream
+        outputs = tokens * self._expert_outputs
+        freed = 2 * tokens * self._inner + state + outputs  # before attention: gate, up and the MLP's residual stream
         return [
             3 * state,  # recomputation: the gradient, o_proj's output and its norm
-            state + given,  # experts: gradient of their outputs, held together with the outputs it replaces
+            state + outputs,  # experts: gradient of their outputs, in memory together with the outputs it replaces
             *mlp,
-            3 * state + out_gradient + turned + statistics - gone,  # gradients of the layer, its norm and its middle
+            # Attention, with the gradients of the layer, of its norm and of the residual stream before the MLP.
+            3 * state + gradients + rotated + statistics - freed,
         ]
 
-    def _mlp_stages(self, inner: int, of_all: int, fp8: bool) -> list[int]:
+    def _mlp_stages(self, inner: int, total_inner: int, fp8: bool) -> list[int]:
         """Bytes of temporaries in the backward of down, and of gate and up.
 
         Args:
             inner: Intermediate features per token.
-            of_all: Intermediate features of all weights, over all experts.
+            total_inner: Intermediate features of the weights, summed over all experts.
             fp8: Whether the products are FP8.
         """
         tokens, hidden = self.tokens, self.architecture.hidden_size
-        state, middle, weights = tokens * self._hidden, tokens * WIDTH * inner, of_all * hidden
+        state, middle, weights = tokens * self._hidden, tokens * WIDTH * inner, total_inner * hidden
         rounded = tokens * ROUNDED_INPUT * inner if self.rounded_backward else 0
         # FP8 codes: the gradient by rows and by columns, the layer's input by columns, and the weight.
         fp8_down = (2 * tokens + inner) * hidden if fp8 else 0
         fp8_gate_up = (4 * tokens + 2 * hidden) * inner + 2 * tokens * hidden if fp8 else 0
         down, gate_up = self._weight(weights), self._weight(2 * weights)
-        if not self.stacked:
+        if not self.packed:
             gate_up *= 2  # separate tensors first, then their concatenation
         return [
             state + fp8_down + max(2 * middle, middle + max(down, rounded)),

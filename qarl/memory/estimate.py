@@ -39,7 +39,7 @@ VLLM_BYTES = {"separate": 1600 * 2**20, "inline": 1250 * 2**20}
 OFFLOAD_BYTES = 2 * 2**28
 MUON_BYTES = 2**30  # `qarl.training.muon.BATCH_BYTES`, which imports torch
 ELSEWHERE = ("sampler GPU", "host")  # phases of items that are not in the learner's memory
-DRAWN_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
+SAMPLED_ROWS = 128  # `qarl.rollout.native.steps.LOGIT_ROWS`, which imports torch
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Item:
     Attributes:
         name: Name in the output of `qarl check`.
         bytes: Size in bytes.
-        phase: When it is held: always, or only during rollouts, forwards and backwards (update), optimizer steps, or
-            weight publication. `sampler GPU` and `host`: always, on another GPU than the learner's or in host memory
-            beside a GPU, so no sum includes it.
-        owner: The component that holds it.
+        phase: When it is in memory: always, or only during rollouts, forwards and backwards (update), optimizer steps,
+            or publishes. `sampler GPU` and `host`: always, but on a GPU that the learner does not use, or in host
+            memory while the learner is on a GPU; no sum includes these.
+        owner: The component that allocates it.
     """
 
     name: str
@@ -110,10 +110,10 @@ def estimate(
     if quant.learner != "aligned":
         codes = stored if quant.learner == "fake_quant" else 0
         reference = codes + learner_operands + (rest or width * (a.parameters - linear_elements) + head)
-    # Linears with the same input are concatenated before their operands are built; until then they exist twice.
-    stacks = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
-    following = version + max(operands + head + rest, *stacks, 0)
-    between = version + (sampler_operands + head if quant.learner == "aligned" else 0)
+    # Packed linears are concatenated before their operands are built; until then their parts exist twice.
+    packed = [sum(published[name] for name in group) for group in fused_groups(published)] if kernels else []
+    next_version = version + max(operands + head + rest, *packed, 0)
+    in_training = version + (sampler_operands + head if quant.learner == "aligned" else 0)
     several = config.minibatch_size < config.responses_per_step or config.train.epochs > 1
     kv_cache = kv_cache_bytes(
         config.kv_cache_tokens, a.num_layers, a.num_kv_heads, a.head_dim, kv_cache_width(config, device)
@@ -131,14 +131,14 @@ def estimate(
         *kept_items(config, version, sampler_operands + head, device),
         *teacher_items(config, a, device),
         *(Item(name, size, "update") for name, size in activations(config, a, device, tokens or micro_batch)),
-        *([Item("version in training, in addition to the sampler's", between, "always")] if several else []),
-        Item("next version, in addition to the current one", following, "publish"),
+        *([Item("version in training, in addition to the sampler's", in_training, "always")] if several else []),
+        Item("next version, in addition to the current one", next_version, "publish"),
         *learner_items(config, a.parameters, rest, sampler_operands + (head if own_dtype else 0), reference, device),
     ]
 
 
 def teacher_items(config: Config, architecture: Architecture, device: Device) -> list[Item]:
-    """The teacher's weights, and the logits of both models that are compared at once.
+    """Return the teacher's weights, and a chunk of logits of both models.
 
     A teacher whose shape cannot be read from a config.json, such as a run, counts as large as the student.
     """
@@ -158,7 +158,7 @@ def teacher_items(config: Config, architecture: Architecture, device: Device) ->
 
 
 def state_items(config: Config, architecture: Architecture, device: Device, ranks: int) -> list[Item]:
-    """Masters, gradients and optimizer state of one rank, and their messages in flight."""
+    """Return master weights, gradients and optimizer state of one rank, and messages in transfer between ranks."""
     distributed = config.distributed
     more: list[Item] = []
     if ranks > 1 and distributed.engine == "deepspeed":
@@ -189,7 +189,7 @@ def state_items(config: Config, architecture: Architecture, device: Device, rank
 
 
 def masters_item(config: Config, architecture: Architecture, device: Device, share: Share) -> Item:
-    """The masters; if they are offloaded, the largest one, which is copied to the GPU to be quantized."""
+    """Return the master weights; if they are offloaded, the largest one, which is copied to the GPU to be quantized."""
     if config.optim.offload == "all" and device == "cuda":
         linears = (n * k for _, n, k in architecture.linears())
         largest = max(architecture.vocab_size * architecture.hidden_size, *linears)
@@ -199,7 +199,7 @@ def masters_item(config: Config, architecture: Architecture, device: Device, sha
 
 
 def optimizer_item(config: Config, device: Device, share: Share) -> Item:
-    """The optimizer state; if it is offloaded, the part that passes through the GPU at once."""
+    """Return the optimizer state; if it is offloaded, the part of it that is on the GPU at once."""
     name = config.optim.name
     whole = optimizer_bytes(name, share.matrices, share.others)
     if config.optim.offload and device == "cuda":
@@ -214,17 +214,17 @@ def optimizer_item(config: Config, device: Device, share: Share) -> Item:
 def learner_items(
     config: Config, parameters: int, rest: int, shadow: int, reference: int, device: Device
 ) -> list[Item]:
-    """Items that the learner holds only with certain settings.
+    """Return the items that the learner needs only with certain settings.
 
-    An aligned learner is its own shadow. The gradient decomposition then holds no gradient, or one if the objective
+    An aligned learner is its own shadow. The gradient decomposition then keeps no gradient, or one if the objective
     clips.
 
     Args:
         config: Configuration of the run.
         parameters: Number of parameters.
         rest: Bytes of the parameters other than linears, if the learner has its own dtype; else 0.
-        shadow: Bytes of the sampler's operands for a version that is not published yet.
-        reference: Bytes of the weights that a learner's forward reads.
+        shadow: Bytes of the sampler's GEMM operands for a version that is not published yet.
+        reference: Bytes of the weights that a forward of the learner reads.
         device: Where the learner computes.
     """
     every, aligned, objective = config.diagnostics, config.quant.learner == "aligned", config.objective
@@ -246,21 +246,21 @@ def learner_items(
 def sampler_items(
     config: Config, kv_cache: int, published: int, operands: int, device: Device, memory: int | None
 ) -> list[Item]:
-    """Memory that sampling adds on `device`.
+    """Return the memory that sampling adds on `device`.
 
     The native engine uses the learner's weights and has a KV cache, which is freed on a GPU while the learner trains.
-    With given responses it samples for evaluations only.
-    With asynchronous rollouts it is a process with its own weights, on its own GPU (`async_sampler_items`).
+    With given responses it samples for evaluations only. For asynchronous rollouts see `async_sampler_items`.
+
     vLLM has its own weights. On a GPU it allocates `memory_frac` of the memory at startup, unless
-    `rollout.kv_cache_tokens` sets the size of its cache. Nothing is counted if vLLM has a GPU of its own. With tensor
-    parallelism each GPU holds a part. A sleeping vLLM holds nothing on the GPU except tensors staged for layers that it
-    repacks, so it counts only during publication.
+    `rollout.kv_cache_tokens` sets the size of its cache. With tensor parallelism each GPU has a part. Nothing is
+    counted if vLLM has its own GPU. A sleeping vLLM has nothing on the GPU except tensors staged for layers that it
+    repacks, so it counts only during a publish.
 
     Args:
         config: Configuration of the run.
         kv_cache: Bytes of the KV cache.
         published: Bytes of a version's tensors.
-        operands: Bytes that qarl's own products keep in addition to them.
+        operands: Bytes that qarl's linear kernels keep in addition to them.
         device: Where the learner computes.
         memory: Memory of the GPU in bytes; None if unknown.
     """
@@ -305,7 +305,9 @@ def sampler_items(
 def async_sampler_items(
     config: Config, kv_cache: int, published: int, operands: int, device: Device, memory: int | None
 ) -> list[Item]:
-    """Memory of the sampler process of asynchronous rollouts, on its own GPU if it has one. See `sampler_items`."""
+    """Return the memory of asynchronous rollouts' sampler process, which has its own weights and, if there are GPUs,
+    its own GPU. For the arguments see `sampler_items`.
+    """
     rollout, cache = config.rollout, f"sampler's KV cache ({config.kv_cache_tokens:,} tokens)"
     process = PROCESS_BYTES
     if rollout.engine == "vllm":
@@ -322,14 +324,14 @@ def async_sampler_items(
 
 
 def kept_items(config: Config, version: int, operands: int, device: Device) -> list[Item]:
-    """Weights of earlier versions, which the learner keeps for responses that asynchronous rollouts sampled with them.
+    """Return the weights of earlier versions, which the learner keeps for responses that were sampled with them.
 
-    In host memory they have no operands of products, and a forward needs one version on the device.
+    In host memory they have no GEMM operands, and a forward needs one version on the device.
 
     Args:
         config: Configuration of the run.
         version: Bytes of one version's tensors.
-        operands: Bytes that its products keep in addition to them.
+        operands: Bytes of its GEMM operands, in addition to them.
         device: Where the learner computes.
     """
     ahead = config.rollout.asynchronous
@@ -343,28 +345,28 @@ def kept_items(config: Config, version: int, operands: int, device: Device) -> l
     each = version if device == "cpu" else 1 << (version - 1).bit_length()
     return [
         Item("copy of an earlier version for logp_old", version + operands, "update"),
-        # One more until the oldest is dropped.
+        # The newest is stored before the oldest is dropped, hence one more.
         Item(f"weights of {count} earlier versions in host memory", (count + 1) * each, phase),
     ]
 
 
 def decode_item(config: Config, vocabulary: int) -> Item:
-    """Logits of the native engine's decode steps on a GPU.
+    """Return the logits of the native engine's decode steps on a GPU.
 
     A CUDA graph holds the logits of all sequences. If tokens are ranked (top-k, top-p), the logits are outside the
-    graphs, and at most `DRAWN_ROWS` rows are sampled at a time.
+    graphs, and at most `SAMPLED_ROWS` rows are sampled at a time.
     """
-    rows = min(config.sequences, DRAWN_ROWS) if config.ranked else config.sequences
+    rows = min(config.sequences, SAMPLED_ROWS) if config.ranked else config.sequences
     return Item(f"logits of decodes ({rows} rows)", logit_bytes(config) * rows * vocabulary, "rollout", "sampler")
 
 
 def peak_bytes(items: list[Item]) -> int:
-    """Peak memory: items that are always held, plus the largest phase. Phases do not overlap."""
+    """Return the peak memory: items that are always in memory, plus the largest phase. Phases do not overlap."""
     return max(phase_bytes(items, phase) for phase in get_args(Phase) if phase not in ELSEWHERE)
 
 
 def update_bytes(config: Config, architecture: Architecture, device: Device, ranks: int) -> int:
-    """Bytes that an optimizer step and the next version need on a rank's device, in addition to what is always held.
+    """Return the bytes on a rank's device that only an optimizer step and the next version need.
 
     The optimizer state, which the first step allocates, is not included.
     """
@@ -376,5 +378,5 @@ def update_bytes(config: Config, architecture: Architecture, device: Device, ran
 
 
 def phase_bytes(items: list[Item], phase: Phase) -> int:
-    """Bytes held in a phase, including what is always held."""
+    """Return the bytes in memory during a phase, including items that are always in memory."""
     return sum(item.bytes for item in items if item.phase in ("always", phase))

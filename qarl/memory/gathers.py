@@ -16,12 +16,12 @@ MESSAGE_BYTES, IN_FLIGHT, RUN_BYTES = 2**26, 2, 2**28
 
 
 def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> int:
-    """Peak bytes of the messages in memory at once while a version is gathered by `qarl.weight_sync.gathers`.
+    """Return the peak bytes of messages in memory while `qarl.weight_sync.gathers` gathers a version.
 
     A tensor of MESSAGE_BYTES or more is a message by itself, and is received in place: only this rank's rows are in
-    memory twice. Smaller tensors are packed. Such a message holds this rank's rows, a packed copy of them, and the rows
-    of all ranks until they are copied into the version's tensors. A learner that is not aligned gathers its own values
-    afterwards.
+    memory twice. Smaller tensors are packed into messages. Each of these needs this rank's rows, a packed copy of them,
+    and the rows of all ranks until they are copied into the version's tensors. A learner that is not aligned gathers
+    its own values afterwards.
     """
     blocks = blocks_of(config, architecture, ranks)
     width, learner_width = DTYPE_BYTES[config.model.dtype], DTYPE_BYTES[config.learner_dtype]
@@ -32,7 +32,7 @@ def codes_in_flight(config: Config, architecture: Architecture, ranks: int) -> i
 
 
 def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
-    """Bytes of each tensor of a block, over all rows. width: bytes of an unquantized element."""
+    """Return the bytes of each tensor of a block, over all rows. width: Bytes of an unquantized element."""
     if scheme is None:
         return [width * block.rows * block.columns]
     specs = scheme.tensor_specs(block.rows, block.columns)
@@ -40,22 +40,22 @@ def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
 
 
 def _most_held(gather: Iterable[tuple[Block, int]], ranks: int) -> int:
-    """Peak bytes over the messages of a gather; at most `IN_FLIGHT` + 1 are held at once.
+    """Return the peak bytes of the messages of a gather, of which at most `IN_FLIGHT` + 1 are in memory at once.
 
-    gather: blocks, and the bytes of one of their tensors.
+    gather: (block, bytes of one of its tensors) per tensor.
     """
-    held: list[int] = []
+    messages: list[int] = []
     small = 0  # bytes of the tensors that wait to be packed
     for block, size in gather:
         own = size * block.first // block.rows
-        # The rows of experts are sent in runs, which are not received in place if there are several.
+        # The rows of experts are sent in runs. If there are several, they are not received in place.
         runs = math.ceil(4 * block.first * block.columns / RUN_BYTES) if block.stack else 1
         large = size // runs >= MESSAGE_BYTES
         small += 0 if large else size
         if small >= MESSAGE_BYTES or (small and large):
-            held.append(small + 2 * small // ranks)
+            messages.append(small + 2 * small // ranks)
             small = 0
         if large:
-            held += [own if runs == 1 else (own + size) // runs] * runs
-    held.append(small + 2 * small // ranks)
-    return max(sum(held[first : first + IN_FLIGHT + 1]) for first in range(len(held)))
+            messages += [own if runs == 1 else (own + size) // runs] * runs
+    messages.append(small + 2 * small // ranks)
+    return max(sum(messages[first : first + IN_FLIGHT + 1]) for first in range(len(messages)))

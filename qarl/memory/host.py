@@ -1,4 +1,4 @@
-"""Whether a run fits into the memory of this machine, without its GPUs. Imports no torch."""
+"""Check whether a run fits into this machine's host memory. Imports no torch."""
 
 from pathlib import Path
 
@@ -13,14 +13,15 @@ from qarl.utils.machine import machine_bytes
 def certain_bytes(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> int:
     """Lower bound of the host memory that a run needs, in bytes.
 
-    On a CPU: masters, gradients and optimizer state. For a GPU: the masters, which are read into host memory first, or
-    the offloaded state and the earlier versions of asynchronous rollouts if these are larger.
+    For training on a CPU: master weights, gradients and optimizer state. On a GPU: the larger of the master weights,
+    which are read into host memory first, and of the offloaded state plus earlier versions of asynchronous rollouts.
 
     Args:
         config: Configuration of the run.
         architecture: The model.
         device: Where the learner computes.
-        ranks: Ranks on this machine. Sharded by rows they hold one copy together; with DeepSpeed each reads its own.
+        ranks: Ranks on this machine. With engine rows they share one copy of the master weights; with DeepSpeed each
+            reads its own.
     """
     copies = ranks if config.distributed.engine == "deepspeed" else 1
     masters = copies * float32_bytes(architecture.parameters)
@@ -31,7 +32,7 @@ def certain_bytes(config: Config, architecture: Architecture, device: Device, ra
 
 
 def _offloaded(config: Config, architecture: Architecture) -> int:
-    """Bytes of masters and optimizer state that `optim.offload` keeps in host memory."""
+    """Return the bytes of master weights and optimizer state that `optim.offload` keeps in host memory."""
     on_gpu = float32_bytes(architecture.parameters) if config.optim.offload == "moments" else 0
     return saved_bytes(config, architecture) - on_gpu if config.optim.offload else 0
 
@@ -39,10 +40,10 @@ def _offloaded(config: Config, architecture: Architecture) -> int:
 def too_large(config: Config, architecture: Architecture, device: Device, ranks: int = 1) -> str | None:
     """Return an error message if a run cannot fit into this machine's memory, else None.
 
-    GPU memory is not checked, because only the driver knows it. ranks: ranks on this machine.
+    GPU memory is not checked, because only the driver knows it. For the arguments see `certain_bytes`.
     """
-    certain, there = certain_bytes(config, architecture, device, ranks), machine_bytes()
-    if certain <= there:
+    certain, available = certain_bytes(config, architecture, device, ranks), machine_bytes()
+    if certain <= available:
         return None
     ahead = config.rollout.asynchronous
     if device == "cpu":
@@ -57,12 +58,12 @@ def too_large(config: Config, architecture: Architecture, device: Device, ranks:
         what = f"masters{each}, which are read into host memory first,"
     return (
         f"model.path: '{config.model.path}': {what} need {certain / 2**30:,.1f} GiB, but this machine has "
-        f"{there / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"
+        f"{available / 2**30:,.1f} GiB of memory and swap; use a smaller model or a larger machine"
     )
 
 
 def expected_device(config: Config) -> Device:
-    """Device that the run will use, guessed without torch: cuda if an NVIDIA driver is loaded."""
+    """Return the device that the run will use. Without torch, `auto` means cuda if an NVIDIA driver is loaded."""
     if config.model.device == "auto":
         return "cuda" if Path("/proc/driver/nvidia/version").exists() else "cpu"
     return config.model.device

@@ -1,8 +1,8 @@
-"""Memory per rank for masters, gradients and optimizer state, and the temporary memory of a step. Imports no torch.
+"""Memory per rank for master weights, gradients, optimizer state and temporaries of a step. Imports no torch.
 
-Formulas for n ranks and P parameters, in bytes. Row-sharded masters (`distributed.engine: rows`): each rank holds 1/n
-of masters, gradients and state, plus the gradients of a few layers in flight. The DeepSpeed stages follow the code
-of DeepSpeed 0.19.8 as `qarl.training.zero_stages` drives it.
+With `distributed.engine: rows`, each of n ranks has 1/n of master weights, gradients and optimizer state, plus the
+gradients of a few layers in flight. The DeepSpeed stages follow the code of DeepSpeed 0.19.8, as
+`qarl.training.zero_stages` drives it.
 """
 
 import functools
@@ -19,7 +19,7 @@ from qarl.config.quant import scheme_of
 from qarl.distributed.rows import plan_of
 
 Phase = Literal["always", "rollout", "update", "optimizer", "publish", "sampler GPU", "host"]
-WINDOW = 3  # groups of masters with gradients in memory: two in flight (`qarl.training.row_sums`), one computed
+WINDOW = 3  # groups of parameters with gradients in memory: two in flight (`qarl.training.row_sums`), one computed
 BUCKET = 500_000_000  # elements: DeepSpeed's reduce_bucket_size, also used for its all-reduce
 SUB_GROUP = 1_000_000_000  # elements: DeepSpeed's sub_group_size
 
@@ -37,18 +37,27 @@ class Share:
 
 
 class Block(NamedTuple):
-    """Masters that are sharded together."""
+    """Master weights that are sharded together.
+
+    Attributes:
+        rows: Number of rows.
+        first: Rows of the first rank, which has the most.
+        columns: Elements per row.
+        scheme: Quantization scheme; None: not quantized.
+        stack: Whether these are the experts of a layer.
+        matrix: Whether these are Linear weights, not embeddings or vectors.
+    """
 
     rows: int
-    first: int  # rows of the first rank, which has the most
-    columns: int  # elements per row
-    scheme: Scheme | None  # None: not quantized
-    stack: bool  # experts
-    matrix: bool  # a weight matrix of a layer
+    first: int
+    columns: int
+    scheme: Scheme | None
+    stack: bool
+    matrix: bool
 
 
 def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
-    """Share of rank 0, which holds the most, with row sharding."""
+    """Return the share of rank 0, which has the most, with row sharding."""
     blocks = blocks_of(config, architecture, ranks)
     matrices, others = (
         sum(block.first * block.columns for block in blocks if block.matrix == matrix) for matrix in (True, False)
@@ -57,7 +66,7 @@ def row_share(config: Config, architecture: Architecture, ranks: int) -> Share:
 
 
 def blocks_of(config: Config, architecture: Architecture, ranks: int) -> tuple[Block, ...]:
-    """Blocks of a model, in the order in which a run gathers them."""
+    """Return the blocks of a model, in the order in which a run gathers them."""
     return _blocks(scheme_of(config.quant), tuple(config.quant.ignore), architecture, ranks)
 
 
@@ -79,15 +88,15 @@ def _blocks(scheme: Scheme, ignore: tuple[str, ...], architecture: Architecture,
 
 
 def even_share(architecture: Architecture, ranks: int) -> Share:
-    """Share of one rank if tensors are split at any element (DeepSpeed)."""
+    """Return the share of one rank if tensors can be split at any element (DeepSpeed)."""
     matrices = architecture.matrix_parameters
     return Share(math.ceil(matrices / ranks), math.ceil((architecture.parameters - matrices) / ranks))
 
 
 def rows_in_flight(architecture: Architecture, ranks: int) -> int:
-    """Peak bytes of gradients in flight during a backward, reached at the output layer.
+    """Return the peak bytes of gradients in flight during a backward, reached at the output layer.
 
-    These are the float32 gradients of WINDOW groups, and for each group the (n - 1)/n of it received from other ranks.
+    These are the float32 gradients of WINDOW groups, and per group the (n - 1)/n of it received from n - 1 other ranks.
     """
     vocabulary, layer = architecture.vocab_size * architecture.hidden_size, _layer(architecture)
     return (vocabulary + (WINDOW - 1) * layer) * 4 * (2 * ranks - 1) // ranks
@@ -96,17 +105,17 @@ def rows_in_flight(architecture: Architecture, ranks: int) -> int:
 def zero_lines(
     architecture: Architecture, stage: int, ranks: int, given: Mapping[str, Any]
 ) -> list[tuple[str, int, Phase]]:
-    """Temporary memory of a ZeRO stage, in addition to masters, gradients and optimizer state (`zero_elements`).
+    """Return the memory of a ZeRO stage in addition to master weights, gradients and optimizer state (`zero_elements`).
 
-    Stage 0 holds one all-reduce bucket. Stages 1 to 3 hold the float32 copy of the rank's partition that DeepSpeed
-    updates, and a reduce bucket. Stages 1 and 2 add a flat copy of the partition's gradients during a step; stage 3
-    adds those of a sub-group, and a gathered master twice.
+    Stage 0 needs one all-reduce bucket. Stages 1 to 3 need the float32 copy of the rank's partition that DeepSpeed
+    updates, and a reduce bucket. Stages 1 and 2 add a flat copy of the partition's gradients during a step. Stage 3
+    adds the gradients of a sub-group, and two copies of a gathered master weight.
 
     Args:
         architecture: The model.
         stage: ZeRO stage, 0 to 3.
         ranks: Number of ranks.
-        given: Section `zero_optimization` of the DeepSpeed JSON.
+        given: The `zero_optimization` section of the DeepSpeed JSON.
 
     Returns:
         (name, bytes, phase) per item.
@@ -135,7 +144,7 @@ def zero_lines(
 
 
 def zero_elements(architecture: Architecture, stage: int, ranks: int) -> tuple[Share, Share, Share]:
-    """Shares (masters, gradients, optimizer state) of one rank in a ZeRO stage."""
+    """Return the shares (master weights, gradients, optimizer state) of one rank in a ZeRO stage."""
     whole, part = even_share(architecture, 1), even_share(architecture, ranks)
     return (part if stage == 3 else whole), (part if stage >= 2 else whole), (part if stage >= 1 else whole)
 

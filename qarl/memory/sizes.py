@@ -26,12 +26,12 @@ BATCHED_TOKENS = {"vllm": 8192, "native": 4096, "data": 4096}  # with given resp
 FEWEST_SEQUENCES = 64
 # Fractions of GPU memory for the native engine's KV cache: normally, and at most to reach FEWEST_SEQUENCES.
 KV_SHARE, MOST_KV_SHARE = 1 / 4, 1 / 2
-# The sampler of asynchronous rollouts has a GPU of its own, which holds only low-bit weights beside the cache, and
-# responses of several steps in progress. 384 sequences took 3.05 s per step and 256 took 3.71 (async_gpu.json).
+# The sampler of asynchronous rollouts has its own GPU, on which only low-bit weights share memory with the cache, and
+# samples responses of several steps. 384 sequences took 3.05 s per step and 256 took 3.71 (async_gpu.json).
 OWN_GPU_SEQUENCES, OWN_GPU_KV_SHARE = 384, 0.6
 
-# Fewer than ENOUGH_TOKENS leave parts of a GPU idle. More than PLENTY_TOKENS gain only if a layer is so small that the
-# host takes longer to launch its kernels than the GPU to run them: below about LAUNCH_BOUND tokens x parameters.
+# Fewer than ENOUGH_TOKENS leave parts of a GPU idle. More than PLENTY_TOKENS help only if a layer is so small that the
+# host takes longer to launch its kernels than the GPU takes to run them: below about LAUNCH_BOUND tokens x parameters.
 MICRO_BATCH_TOKENS = (65536, 32768, 16384, 8192, 4096, 2048, 1024)
 PLENTY_TOKENS, ENOUGH_TOKENS = 16384, 8192
 LAUNCH_BOUND = 2e11
@@ -56,7 +56,7 @@ def decide_sizes(
         device: Where the learner computes.
         architecture: The model.
         memory: Memory of the GPU in bytes. Without it or `architecture`, a GPU gets conservative sizes.
-        ranks: Ranks that share the learner's state, one GPU per rank.
+        ranks: Number of ranks, which share the learner's state; one GPU per rank.
     """
     longest = config.data.max_prompt_length + max(config.rollout.max_response_length, config.eval_response_length)
     width = kv_cache_width(config, device)
@@ -97,23 +97,23 @@ def sampler_sizes(
     return rollout.model_copy(update={"max_num_seqs": sequences, "max_batched_tokens": tokens})
 
 
-def keep_sizes(config: Config, begun: Config | None) -> Config:
+def keep_sizes(config: Config, recorded: Config | None) -> Config:
     """Return the configuration with null sizes replaced by those that the run started with.
 
-    begun: configuration recorded by the run; None for a new run.
+    recorded: Configuration recorded by the run; None for a new run.
     """
-    if begun is None:
+    if recorded is None:
         return config
     if "numerics" not in config.rollout.model_fields_set:
-        rollout = config.rollout.model_copy(update={"numerics": begun.rollout.numerics})
+        rollout = config.rollout.model_copy(update={"numerics": recorded.rollout.numerics})
         config = config.model_copy(update={"rollout": rollout})
     for section in ("rollout", "train"):
-        config = _filled(config, section, getattr(begun, section).model_dump())
+        config = _filled(config, section, getattr(recorded, section).model_dump())
     return config
 
 
 def decided(given: Config, used: Config, device: Device) -> Iterator[str]:
-    """`key: null -> number (device)` for each size that the configuration left null."""
+    """Yield `key: null -> number (device)` for each size that the configuration leaves null."""
     for key in ON_CPU:
         if _value(given, key) is None:
             yield f"{key}: null -> {_value(used, key)} ({device})"
@@ -140,10 +140,10 @@ def _kv_bytes(a: Architecture, tokens: int, width: int) -> int:
 
 
 def _sequences(rollout: RolloutConfig, sequence_bytes: int | None, memory: int | None) -> int:
-    """Number of sequences on a GPU.
+    """Return the number of sequences on a GPU.
 
-    vLLM, and a KV cache of configured size, admit as many sequences as fit. The native engine's own cache holds all of
-    them, so their number is reduced until it fits.
+    vLLM, and a KV cache of configured size, admit as many sequences as fit. Otherwise the native engine allocates a
+    cache for all sequences, so their number is reduced until it fits.
     """
     if rollout.kv_cache_tokens is not None:
         return SEQUENCES["vllm"]
@@ -172,9 +172,9 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
     """Choose micro-batch size and recompute mode on a GPU, if the configuration leaves them null.
 
     Takes the least recomputation that fits with enough tokens to fill the GPU or a whole step, then the most tokens
-    that fit. If nothing fits, takes the smallest candidate. A response longer than the micro-batch is one by itself.
-    Earlier versions of asynchronous rollouts go to host memory before more is recomputed: a copy per version and step
-    takes less time than further forwards.
+    that fit. If nothing fits, takes the smallest candidate. A response longer than the micro-batch gets its own one.
+    Earlier versions of asynchronous rollouts are moved to host memory before more is recomputed, because a copy per
+    version and step takes less time than the recomputation.
     """
     places = _places(config, "device", "host")
     if places[-1] == "host" and too_large(_keeping(config, "host"), architecture, "cuda", ranks):
@@ -190,7 +190,7 @@ def _fastest_that_fits(config: Config, architecture: Architecture, memory: int, 
 
 
 def _places(config: Config, *choices: Place) -> tuple[Place, ...]:
-    """Where earlier versions may be kept: `choices` if the configuration leaves it to the estimate."""
+    """Return where earlier versions may be kept: `choices`, unless the configuration decides it."""
     ahead = config.rollout.asynchronous
     return choices if ahead is None or ahead.kept_versions == "auto" else (ahead.kept_versions,)
 
@@ -205,7 +205,7 @@ def _keeping(config: Config, place: Place) -> Config:
 
 
 def _candidates(config: Config, architecture: Architecture) -> Iterator[tuple[int, str]]:
-    """(micro-batch tokens, recompute mode), best first, smallest last. Values set by the configuration are fixed."""
+    """Yield (micro-batch tokens, recompute mode), best first, smallest last. Values set by the configuration stay."""
     step = config.responses_per_step * config.max_sequence_length
     given = config.train.micro_batch_tokens
     most = max(PLENTY_TOKENS, LAUNCH_BOUND * architecture.num_layers / architecture.multiplied_parameters)
