@@ -7,9 +7,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Series:
-    """One curve. None, NaN or infinity in y leaves a gap.
+    """One curve.
 
     Attributes:
+        name: Legend entry.
+        x, y: Coordinates, of the same length. None, NaN or infinity in y leaves a gap.
         low, high: Bounds of y, of the same length, drawn as a band, or as error bars for a short series.
     """
 
@@ -44,7 +46,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class BarChart:
-    """Horizontal bars, the first on top, which leaves room for long labels. y_label: quantity and unit."""
+    """Horizontal bars, because their labels may be long; the first is on top. y_label: Quantity and unit."""
 
     title: str
     y_label: str

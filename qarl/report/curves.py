@@ -400,7 +400,7 @@ COST = (
     ),
     Curves("Peak memory", "GiB, peak so far", {"memory/peak_gib": "peak"}),
 )
-# Shown elsewhere: in the reward chart, in the evaluation section, and in the summary.
+# Metrics without their own chart: those of the reward chart, the step and the policy version.
 ELSEWHERE = ("step", "reward/mean", "reward/std", "policy/version")
 GROUPS = {  # title of the section -> charts
     "Reward and responses": REWARD,

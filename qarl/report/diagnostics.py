@@ -87,7 +87,7 @@ def record_blocks(record: Mapping[str, Any]) -> list[Block]:
     ]
     gaps = abs(old - sampler)
     if np.nan_to_num(gaps).any():
-        charts += [_gap_by_probability(sampler, gaps, record["deciles"]), *_gap_tables(record)]
+        charts += [_gap_by_probability(sampler, gaps, record["deciles"]), *_gap_charts(record)]
     else:
         notes.append(Text("Sampler and learner gave each of these tokens the same log-prob, bit for bit.", "note"))
     if record["band"] or np.nan_to_num(tokens["log_ratio"]).any():
@@ -121,8 +121,8 @@ def _gap_by_probability(sampler: Column, gaps: Column, deciles: list[dict[str, A
     )
 
 
-def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
-    """Return tables of the gap by position, by response length, and by probability in the tail."""
+def _gap_charts(record: Mapping[str, Any]) -> list[Block]:
+    """Return charts of the gap by position, by response length, and by probability in the tail."""
     axes = {
         "positions": ("by position", "position in the response (log2)", lambda row: math.log2(row["low"] + 1)),
         "lengths": ("by response length", "response length in tokens (log2)", lambda row: math.log2(row["low"])),
@@ -140,7 +140,7 @@ def _gap_tables(record: Mapping[str, Any]) -> list[Block]:
 
 def _ratios(tokens: Mapping[str, Any], band: Mapping[str, Any] | None) -> Scatter:
     """Plot the objective's ratios by the learner's log-prob, inside and outside of the band."""
-    # values beyond 20 encode an infinite log-ratio: a token outside a truncated distribution
+    # Values beyond 20 stand for an infinite log-ratio: the token is outside a truncated distribution.
     log_ratio = tokens["log_ratio"]
     ratio = np.exp(np.where(abs(log_ratio) > 20.0, np.nan, log_ratio))
     none = np.zeros(len(ratio))
@@ -187,7 +187,7 @@ def _crossings(layers: Mapping[str, list[int]]) -> LineChart:
 
 
 def _backward(record: Mapping[str, Any]) -> LineChart:
-    """Plot what an FP8 backward does to the gradient of each linear layer."""
+    """Plot the gradient error of an FP8 backward per linear layer."""
     cosine, error = record["layers"].get(record["worst"], (None, None))
     worst = ", ".join(
         f"{name} {number(value)}" for name, value in (("cosine", cosine), ("error", error)) if value is not None

@@ -278,7 +278,7 @@ def _dots(chart: Scatter, log: bool) -> list[np.ndarray]:
 
 
 def _strokes(axes: Axes, dots: np.ndarray, length: float, colour: str, width: float, alpha: float) -> None:
-    """Draw near-zero-length strokes with round caps: a single path, where markers would be one element each."""
+    """Draw dots as strokes of almost no length with round caps: one SVG path, instead of one element per marker."""
     if not len(dots):
         return
     ends = np.stack([dots, dots + np.array((length, 0.0))], axis=1).reshape(-1, 2)

@@ -53,7 +53,7 @@ HELD_OUT = {"loss": "nats per token", "divergence": "nats per token", "top1_agre
 
 
 def _held_out(evaluations: list[dict[str, Any]]) -> list[Block]:
-    """A chart per measure of `evaluation.held_out`."""
+    """Return one chart per measure of `evaluation.held_out`."""
     rows = [(record["step"], record.get("held_out", {})) for record in evaluations]
     blocks: list[Block] = []
     for name, unit in HELD_OUT.items():

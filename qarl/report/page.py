@@ -60,7 +60,7 @@ def write_page(
     names: Mapping[str, str] | None = None,
     beside: Mapping[Path, bytes] | None = None,
 ) -> list[Path]:
-    """Write the page to `path` and its charts as PNG files to plots/ next to it, atomically and within `bounded`.
+    """Write the page to `path` and its charts as PNG files to plots/ next to it, atomically. Applies `bounded`.
 
     Args:
         path: The page's file.
@@ -156,7 +156,7 @@ def _environment() -> Environment:
 
 
 def _shown(value: Any) -> Any:
-    """Applied by jinja2 to the value of every expression before escaping."""
+    """Make a value visible; jinja2 applies this to every expression before escaping."""
     if isinstance(value, str) and not isinstance(value, Markup):
         return visible(value.expandtabs(4), keep_newlines=True)
     return value

@@ -41,7 +41,7 @@ def write_report(run: Path, out: Path | None = None) -> Path:
         The page's path.
 
     Raises:
-        UserError: `run` is not a run directory, `out` is not such a page, or a file cannot be written.
+        UserError: `run` is not a run directory, `out` is a file that qarl did not write, or a file cannot be written.
     """
     record = read_run(run)
     path = run / "report.html" if out is None else out
@@ -53,10 +53,10 @@ def write_report(run: Path, out: Path | None = None) -> Path:
 
 
 def check_replaceable(path: Path) -> None:
-    """Check that a page at `path`, with plots next to it, would destroy nothing else.
+    """Check that a page at `path` and plots/ next to it would overwrite only earlier output of qarl.
 
     Raises:
-        UserError: It would.
+        UserError: They would overwrite something else.
     """
     require_output(path, "--out")
     require_kinds(path.parent, (), ("plots",), "--out")

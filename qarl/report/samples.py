@@ -12,7 +12,7 @@ from qarl.storage.runs import read_records
 
 
 def samples_section(run: Path) -> Section:
-    """Show lowest, median and highest reward of the latest recorded step, and of the first one."""
+    """Show the responses with the lowest, median and highest reward in the latest and in the first recorded step."""
     files = list(step_files(run / "rollouts", ".jsonl").values())
     if not files:
         return Section("Samples", [Text("No rollouts are recorded yet; see logging.rollouts_every.", "note")])
@@ -31,7 +31,7 @@ def samples_section(run: Path) -> Section:
 
 
 def _by_reward(rows: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
-    """Return up to three rows with labels; equal rewards keep the order of the file and have no highest."""
+    """Return (label, row) of the lowest, median and highest reward, or of the first three if all rewards are equal."""
     scored = sorted((row for row in rows if _reward(row) is not None), key=lambda row: _reward(row) or 0.0)
     if not scored:
         return [("reward not finite", rows[0])]

@@ -1,4 +1,4 @@
-"""rich's console for untrusted text, which escapes control characters and reads no markup; and tables on it."""
+"""rich's console for untrusted text, which escapes control characters and ignores markup, and tables on it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def print_table(table: Table, console: Console, stacked: bool = False, wrapped: 
     Args:
         table: The table; its note is not printed.
         console: The console.
-        stacked: One word per line in the headers of right-aligned columns, because numbers are narrow.
+        stacked: Write headers of right-aligned columns with one word per line, because numbers are narrow.
         wrapped: Wrap text to fit the console, instead of splitting the table.
     """
     unbounded = console.options.update(max_width=10_000)
@@ -77,11 +77,11 @@ def _rich_table(table: Table, columns: list[int], stacked: bool) -> RichTable:
     """Return some columns of a table."""
     shown = RichTable(box=SIMPLE_HEAD, pad_edge=False, title=Text(table.caption) if table.caption else None)
     shown.title_justify = "left"
-    for place in columns:
-        name, align = visible(table.columns[place].name), table.columns[place].align
+    for index in columns:
+        name, align = visible(table.columns[index].name), table.columns[index].align
         if stacked and align == "right":
             name = "\n".join(name.replace(",", "").split())
         shown.add_column(Text(name), justify=align)
     for row in table.rows:
-        shown.add_row(*(Text(visible(row[place], keep_newlines=True)) for place in columns))
+        shown.add_row(*(Text(visible(row[index], keep_newlines=True)) for index in columns))
     return shown

@@ -24,8 +24,8 @@ def quiet_libraries(say: Callable[[str], None]) -> Iterator[None]:
     The settings of transformers and the hub client remain after the context ends.
 
     Args:
-        say: Called with one line per operation that lacks a deterministic implementation in torch, and per library
-            thread that ends with an exception, such as a tracker's thread on a full disk.
+        say: Called with one line per operation that has no deterministic implementation in torch, and per thread that
+            ends with an exception, such as a tracker's thread on a full disk.
     """
     os.environ["HF_DATASETS_DISABLE_PROGRESS_BARS"] = "1"  # read when `datasets` is imported, which few runs do
     huggingface_hub.utils.disable_progress_bars()
@@ -53,7 +53,7 @@ def _in_thread(fault: threading.ExceptHookArgs) -> str:
 
 @contextmanager
 def rewards_logged(path: Path) -> Iterator[None]:
-    """Redirect all failures that the reward pool logs to the `RewardLog` at `path`."""
+    """Context manager: write failures that the reward pool logs to the `RewardLog` at `path`."""
     logger = logging.getLogger("qarl.rewards")
     RewardLog(path).write(b"")  # creates the file even if nothing fails
     handler = RewardLogHandler(path)

@@ -202,7 +202,7 @@ class RunConsole:
         return Group(*parts)
 
     def _table(self) -> Table:
-        """Table of as many metrics as fit the terminal's width, at least one. metrics.jsonl has all of them."""
+        """Return a table of as many of TABLE_METRICS as fit the terminal's width, at least one."""
         rows = list(self._history)  # the display thread reads while the training loop appends
         names = [name for name in TABLE_METRICS if any(name in row for row in rows)]
         unbounded = self._console.options.update(max_width=1000)

@@ -1,6 +1,6 @@
 """Standard output and error of the command line: control characters are escaped, and writing never fails.
 
-Names, paths, completions and library messages all pass through here, whoever prints them.
+All output passes through here: names, paths, completions and messages of libraries.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def inert_output() -> Iterator[None]:
         out.flush()
         if out.outlet.failure is not None:
             reason = out.outlet.failure.strerror
-            err.write(f"error: standard output: cannot be written: {reason}; what was printed is cut short\n")
+            err.write(f"error: standard output: cannot be written: {reason}; the output is incomplete\n")
         err.flush()
         sys.stdout, sys.stderr = before
 

@@ -9,29 +9,29 @@ from typing import NamedTuple
 class ExpertNames(NamedTuple):
     """Names inside a decoder layer."""
 
-    block: str  # the module that holds router and experts
-    gate: str  # Linear of an expert, like the next two
+    block: str  # module that holds router and experts
+    gate: str  # Linears of an expert
     up: str
     down: str
-    shared: str | None = None  # inside the block: the expert that processes every token, with the same Linears
+    shared: str | None = None  # submodule of the block: the shared expert, with the same Linears; None: no such expert
 
     def router(self) -> str:
         return f"{self.block}.gate"
 
     def gates(self) -> tuple[str, ...]:
-        """The modules that no scheme quantizes: the router and the shared expert's gate."""
+        """Return the modules that no scheme quantizes: the router and the shared expert's gate."""
         return (self.router(),) if self.shared is None else (self.router(), f"{self.block}.{self.shared}_gate")
 
     def unquantized(self) -> list[str]:
-        """`gates` as entries of a checkpoint's `ignore`: in other programs these modules are Linears."""
+        """Return `gates` as entries of a checkpoint's `ignore`, for programs in which these modules are Linears."""
         return [f"re:.*{name}$" for name in self.gates()]
 
     def expert(self, index: int, linear: str) -> str:
-        """One Linear of an expert."""
+        """Return the name of one Linear of an expert."""
         return f"{self.block}.experts.{index}.{linear}"
 
     def shared_stacks(self) -> tuple[tuple[str, ...], ...]:
-        """The shared expert's Linears, packed by input: (gate, up) and (down,). Empty without a shared expert."""
+        """Return the shared expert's packed linears: (gate, up) and (down,). Empty without a shared expert."""
         if self.shared is None:
             return ()
         block = f"{self.block}.{self.shared}"
@@ -51,13 +51,13 @@ _EXPERT = re.compile(r"(.*\.experts)\.\d+")
 
 
 def experts_of(block: str) -> str | None:
-    """From an expert (`model.layers.0.mlp.experts.3`) to `model.layers.0.mlp.experts`. None for any other module."""
+    """Return `model.layers.0.mlp.experts` for the expert `model.layers.0.mlp.experts.3`; None for other modules."""
     found = _EXPERT.fullmatch(block)
     return None if found is None else found.group(1)
 
 
 def of_experts(linear: str) -> str | None:
-    """From an expert's Linear (`mlp.experts.3.up_proj`) to the name for all (`mlp.experts.up_proj`), else None."""
+    """Return `mlp.experts.up_proj` for an expert's Linear `mlp.experts.3.up_proj`; None for other modules."""
     block, _, leaf = linear.rpartition(".")
     experts = experts_of(block)
     return None if experts is None else f"{experts}.{leaf}"
@@ -69,15 +69,15 @@ def is_router(name: str) -> bool:
 
 
 def expert_stacks(experts: str, count: int) -> dict[str, tuple[str, ...]]:
-    """The modules that are multiplied as one weight, in order, by the name of the packed weight.
+    """Return the packed linears of a layer's experts: name of the packed weight -> its modules, in order.
 
     Args:
         experts: Module that holds all experts of a layer (`model.layers.0.mlp.experts`).
         count: Number of experts.
 
     Returns:
-        `<experts>.w13`, as vLLM names it: gate and up of the first expert, of the second, and so on. `<experts>.w2`:
-        down of each.
+        `<experts>.w13` (vLLM's name): gate and up of the first expert, of the second, and so on. `<experts>.w2`: down
+        of each expert.
     """
     names, numbers = next(n for n in EXPERT_NAMES.values() if f".{n.block}." in f"{experts}."), range(count)
     return {

@@ -25,8 +25,9 @@ def machine_bytes(root: Path = Path("/")) -> int:
 
 
 def _group_limits(root: Path, machine_swap: int) -> Iterator[int]:
-    """Memory and swap of the process's control groups, its own and those above: version 2, and the memory controller
-    of version 1. machine_swap: bytes of swap of the machine.
+    """Yield the memory plus swap that the process's control group and its ancestors allow, in bytes.
+
+    Reads control groups of version 2 and the memory controller of version 1. machine_swap: The machine's swap in bytes.
     """
     with suppress(OSError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():

@@ -1,6 +1,6 @@
-"""Packed linears, which an engine multiplies as one weight: q, k and v of an attention block, gate and up of an MLP.
+"""Packed linears, which are multiplied as one weight: q, k and v of an attention block, gate and up of an MLP.
 
-In a mixture of experts: gate and up of all experts of a layer, and down of all of them.
+In a mixture of experts, gate and up of all experts of a layer are one, and down of all experts is another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qarl.utils.expert_names import EXPERT_NAMES, experts_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-# The projections of one input, in the order of their outputs.
+# Linears with the same input, in the order of their outputs.
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
 
@@ -43,8 +43,8 @@ def fused_groups(names: Iterable[str]) -> list[list[str]]:
 def fusion_fault(scheme: Scheme, ignore: list[str], rows: Mapping[str, int]) -> tuple[str, str] | None:
     """Find fused layers that vLLM cannot load.
 
-    vLLM multiplies q, k and v as one weight, and gate and up. It needs them to be quantized together or not at all, and
-    no block of rows that shares a scale may span two of them.
+    vLLM multiplies q, k and v as one weight, and also gate and up. Either all parts of such a weight are quantized or
+    none, and no block of rows that shares a scale may span two parts.
 
     Args:
         scheme: Quantization scheme.
@@ -74,7 +74,7 @@ def shared_scales(modules: Iterable[str], scheme: Scheme, master: Callable[[str]
     Args:
         modules: Quantized modules.
         scheme: Quantization scheme.
-        master: Returns the float32 master of a parameter; called only if the scheme shares values.
+        master: Returns the float32 master weight of a parameter; called only if the scheme shares values.
     """
     found: dict[str, Tensor] = {}
     for group in fused_groups(modules):

@@ -35,7 +35,7 @@ def is_stop(error: BaseException) -> bool:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask for a safe stop: SIGINT, SIGTERM, and SIGHUP unless this process ignores it (`nohup`)."""
+    """Return the signals that ask for a safe stop: SIGINT, SIGTERM, and SIGHUP unless this process ignores it."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if ignored else [signal.SIGHUP])]
 
@@ -49,7 +49,7 @@ def signal_name(number: int) -> str:
 
 
 class Signals:
-    """While entered, records the stop signals that arrive, so that each can be sent on to child processes.
+    """Context manager: records stop signals instead of stopping, so that they can be forwarded to child processes.
 
     Attributes:
         received: Signal numbers in order of arrival.

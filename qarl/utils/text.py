@@ -9,7 +9,7 @@ _HOSTILE_CATEGORIES = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, bidi and other
 
 
 def visible(text: str, keep_newlines: bool = False) -> str:
-    """`text` with control, bidirectional and invisible characters as escapes, so that it drives no terminal or page."""
+    """Escape control, bidirectional and invisible characters, so that `text` cannot control a terminal or page."""
     if text.isprintable() or (keep_newlines and text.replace("\n", "").isprintable()):
         return text
     return "".join(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-VERSION = "0.1.0"  # of qarl
+VERSION = "0.1.0"  # version of qarl
 
 PACKAGES = (
     "torch",

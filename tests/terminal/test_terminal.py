@@ -200,7 +200,7 @@ def start(argv: str, redirection: str, **environment: str) -> subprocess.Complet
     )
 
 
-CUT = b"error: standard output: cannot be written: No space left on device; what was printed is cut short\n"
+CUT = b"error: standard output: cannot be written: No space left on device; the output is incomplete\n"
 NO_FILE = rb"error: \udcff\x1b[2J\u202e.yaml: no such file; give the path of a YAML configuration, see configs/" + b"\n"
 
 
