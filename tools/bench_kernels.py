@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""qarl's kernels beside vLLM's and torch's, on one GPU and in one process.
+"""Benchmark qarl's kernels against vLLM's and torch's, on one GPU and in one process.
 
     python tools/bench_kernels.py --out benchmarks/results/kernels_h100.json
     python tools/bench_kernels.py --schemes w4a16 --models qwen3-8b --m 1 16 64
     python tools/bench_kernels.py --table benchmarks/results/kernels_h100.json
 
-Sections are the schemes' products and `experts`. Every kernel's result is compared with the float32 product of the same
-quantized operands before it is timed. A time is the median over repetitions of CUDA events around one call, each after
-the L2 cache was overwritten. Activations are quantized beforehand on both sides. `experts` times the experts of a
-layer, from normed states and their routing to the weighted sum, in all schemes.
-Peers that are not installed are reported and left out.
+The sections are the matrix products of the schemes, and `experts`. Every kernel's result is compared with the float32
+product of the same quantized operands before it is timed. A time is the median over repetitions of CUDA events around
+one call, each after overwriting the L2 cache. Activations are quantized beforehand for all kernels. `experts` times the
+experts of a layer in all schemes, from normed states and their routing to the weighted sum. Peers (vLLM, torch) that
+are not installed are reported and left out.
 """
 
 import argparse
@@ -32,9 +32,9 @@ from model_sizes import MIXTURES, layers
 SCHEMES = ("w4a16", "w8a8", "fp8", "w4a8", "fp8_block", "dense")
 SECTIONS = (*SCHEMES, "experts")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 4096, 16384)
-FEW_ROWS = 64  # decode: the summary keeps products with at most this many rows apart
+FEW_ROWS = 64  # decode: the summary lists products with at most this many rows separately
 MODELS = ("qwen3-0.6b", "qwen3-8b", "qwen3-30b-a3b", "llama3-70b")
-CASE = ("model", "layer", "n", "k", "routing", "m")  # what tells the cases of a section apart
+CASE = ("model", "layer", "n", "k", "routing", "m")  # fields that identify a case within its section
 HEAD = ["best peer's time / qarl's", f"M<={FEW_ROWS}", f"M>{FEW_ROWS}", "worst", "cases", "worst at"]
 
 
@@ -47,12 +47,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--mixtures", nargs="+", choices=MIXTURES, default=["qwen3-30b-a3b"], help="models of section experts")
     add("--m", type=count, nargs="+", default=list(ROWS), help="rows (tokens) of a product")
     add("--reps", type=count, default=15, help="timed calls; at most 7 for 4096 rows and more")
-    add("--group-size", type=int, choices=(32, 64, 128), default=128, help="of int4 weights")
+    add("--group-size", type=int, choices=(32, 64, 128), default=128, help="group size of int4 weights")
     return parser.parse_args(arguments)
 
 
 def measure(options: argparse.Namespace, stopwatch: Stopwatch) -> Iterator[list[Row]]:
-    """The rows of one layer and section at a time."""
+    """Yield the measurements of one layer and section at a time."""
     rows, how = sorted(set(options.m)), (stopwatch, options.reps, options.group_size)
     for layer in layers(options.models):
         for scheme in SCHEMES:
@@ -63,7 +63,7 @@ def measure(options: argparse.Namespace, stopwatch: Stopwatch) -> Iterator[list[
 
 
 def ratios(rows: Iterable[Row]) -> dict[str, list[Row]]:
-    """By section, of every case that qarl and a peer ran: the best peer's row, and `ratio`, its time / qarl's."""
+    """Return by section, for each case that qarl and a peer ran, the best peer's row and `ratio`: its time / qarl's."""
     cases: dict[tuple, dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if "us" in row and "m" in row:  # older records have quantization, without rows
@@ -82,7 +82,7 @@ def _mean(cases: Sequence[Row]) -> str:
 
 
 def ratio_lines(rows: Sequence[Row]) -> list[str]:
-    """One line per section: geometric means, the worst case, counts."""
+    """Return one line per section: geometric means, the worst case, number of cases."""
     lines = []
     for section, cases in ratios(rows).items():
         worst = min(cases, key=lambda case: case["ratio"])
@@ -94,12 +94,12 @@ def ratio_lines(rows: Sequence[Row]) -> list[str]:
 
 
 def failures(rows: Iterable[Row]) -> list[Row]:
-    """Rows of qarl's kernels that raised or gave a wrong result."""
+    """Return the rows of qarl's kernels that raised or gave a wrong result."""
     return [row for row in rows if row["who"] == "qarl" and "skipped" in row]
 
 
 def table(report: Row) -> str:
-    """The summary of a report, as text: ratios, and what did not run or was wrong with how often."""
+    """Return the summary of a report as text: ratios, and how often kernels did not run or were wrong."""
     rows = report["records"]
     skipped = Counter((row["section"], row["who"], row["skipped"]) for row in rows if "skipped" in row)
     lines = [f"skipped {count}x {section} {who}: {why}" for (section, who, why), count in skipped.items()]
@@ -116,7 +116,7 @@ def main() -> None:
     stopwatch = Stopwatch(torch.device("cuda", torch.cuda.current_device()))
     report = Report(options.out, environment())
     for rows in measure(options, stopwatch):
-        # After every layer: a peer that kills the process takes only its own rows along.
+        # Saved after every layer, so that a peer that kills the process loses only its own rows.
         report.add(rows, f"{rows[-1]['section']} {rows[-1].get('layer', '')}")
         gc.collect()
         torch.cuda.empty_cache()

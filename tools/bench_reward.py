@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Training reward against time: TRL's GRPOTrainer beside qarl, on the same device, policy, data and batch.
+"""Compare training reward over time of TRL's GRPOTrainer and qarl, with the same device, policy, data and batch.
 
     qarl train my.yaml train.run_dir=runs/alone          # one run at a time, because times are compared
     python tools/bench_reward.py runs/alone --out out.json
 
-TRL (written against 1.16) samples with vLLM in its process, or with transformers on a CPU. It takes policy, prompts,
-reward, batch, learning rate and number of steps from the first run. The seconds of both begin with the first training
-step: starting the engines, compiling kernels before it and evaluations do not count. TRL's own defaults stay: loss,
-clip and its correction of vLLM's log-probs.
+TRL (written against 1.16) samples with vLLM in its process, or with transformers on a CPU. Policy, prompts, reward,
+batch, learning rate and number of steps are those of the first run. Time starts at the first training step for both:
+engine startup, compilation before that step and evaluations do not count. TRL keeps its default loss, clipping and
+correction of vLLM's log-probs.
 """
 
 import argparse
@@ -30,12 +30,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, out=...)
     parser.add_argument("runs", type=Path, nargs="+", help="finished runs of qarl; the first one configures TRL")
     parser.add_argument("--device-batch", type=count, default=32, help="TRL's per_device_train_batch_size")
-    parser.add_argument("--memory-frac", type=positive, default=0.3, help="share of the GPU for vLLM")
+    parser.add_argument("--memory-frac", type=positive, default=0.3, help="fraction of the GPU's memory for vLLM")
     return parser.parse_args(arguments)
 
 
 def trl_curve(config: Config, options: argparse.Namespace, place: Path) -> list[Record]:
-    """Train with TRL. Returns per training step the mean reward and the seconds from the start to its end."""
+    """Train with TRL. Returns per training step its mean reward, and the seconds from the start to its end."""
     from datasets import load_dataset
     from trl import GRPOConfig, GRPOTrainer
     from trl_peer import step_clock, trainer_arguments

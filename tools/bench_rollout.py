@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""Tokens per second of qarl's engines, native and vLLM, beside Hugging Face `generate`.
+"""Measure tokens per second of qarl's engines, native and vLLM, and of Hugging Face `generate`.
 
     python tools/bench_rollout.py --out out.json                # SmolLM2-135M on a CPU
     python tools/bench_rollout.py --device cuda --shape qwen3-8b --vocabulary 151936 --batch 8 64 256 --native --hf \\
         --vllm w4a16 --numerics exact fast --prompt-tokens 128 --new-tokens 256 --out out.json
 
-A row per model, batch size, and scheme or dtype, each in a process of its own; vLLM starts once for all batch sizes.
-After one run that warms up, the median of `--repeats` timed runs counts. Every sequence generates exactly
-`--new-tokens` tokens, sampled at temperature 1. GFLOP/s counts the products that any engine needs: linears for every
-token, the output layer for each sampled one, attention. qarl's rows also return the log-prob of every token. Models
-have random weights, made on the device. What a publish and a sleep of vLLM cost: `tools/bench_step.py --part step`.
+Each combination of model, batch size and scheme (or dtype) gets a row and runs in its own process; vLLM starts once for
+all batch sizes. After one warm-up run, the result is the median of `--repeats` timed runs. Every sequence generates
+exactly `--new-tokens` tokens, sampled at temperature 1. GFLOP/s counts the products that any engine needs: linears for
+every token, the output layer for each sampled token, attention. qarl's engines also return the log-prob of every token.
+Models have random weights, made on the device. `tools/bench_step.py --part step` measures publish and sleep of vLLM.
 """
 
 import argparse
@@ -46,7 +46,7 @@ from qarl.weight_sync.snapshot import build_snapshot
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 NUMERICS = ("exact", "fast", "invariant")
-STD = 0.02  # of random weights
+STD = 0.02  # standard deviation of random weights
 
 Generate = Callable[[int], int]  # tokens of a response -> tokens generated
 
@@ -55,14 +55,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__, device="cpu", vocabulary=None, timeout=1800.0, out=..., case=None)
     add = parser.add_argument
-    add("--shape", nargs="+", choices=list(SHAPES), default=["smollm2"], help="of the models; default %(default)s")
+    add("--shape", nargs="+", choices=list(SHAPES), default=["smollm2"], help="model shapes; default %(default)s")
     add("--batch", type=count, nargs="+", default=[32])
     add("--native", nargs="*", choices=scheme_names(), default=["bf16", "w4a16"], help="schemes of the native engine")
-    add("--hf", nargs="*", choices=list(DTYPES), default=["bf16", "fp32"], help="dtypes of the peer")
+    add("--hf", nargs="*", choices=list(DTYPES), default=["bf16", "fp32"], help="dtypes of Hugging Face generate")
     add("--vllm", nargs="*", choices=scheme_names(), default=[], help="schemes of vLLM")
-    numerics = "of vLLM: rollout.numerics; invariant is fast with VLLM_BATCH_INVARIANT=1"
+    numerics = "rollout.numerics of vLLM; invariant: fast with VLLM_BATCH_INVARIANT=1"
     add("--numerics", nargs="+", choices=NUMERICS, default=["exact", "fast"], help=numerics)
-    add("--memory-frac", type=positive, default=0.45, help="share of the GPU for vLLM's weights and KV cache")
+    add("--memory-frac", type=positive, default=0.45, help="fraction of the GPU's memory for vLLM")
     add("--prompt-tokens", type=count, default=32)
     add("--new-tokens", type=count, default=64)
     add("--repeats", type=count, default=3)
@@ -70,7 +70,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Record]:
-    """What runs in a process of its own."""
+    """Yield the cases, which each run in their own process."""
     for model in options.shape:
         for engine, variants in (("native", options.native), ("hf", options.hf)):
             for batch in options.batch:
@@ -94,10 +94,10 @@ def main() -> int:
 
 
 def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
-    """A row per batch size.
+    """Yield one row per batch size.
 
-    decoding_per_s: tokens after each sequence's first. first_token_s: until all of those are there. start_s: until vLLM
-    has its weights.
+    decoding_per_s: Rate of all tokens except each sequence's first. first_token_s: Time until every sequence has one
+    token. start_s: Time until vLLM has its weights.
     """
     options.device = pick_device(options.device).type
     if options.device == "cpu":
@@ -136,12 +136,12 @@ def measure(options: argparse.Namespace, case: Record, place: Path) -> Iterator[
 
 
 def prompts_of(options: argparse.Namespace, batch: int) -> list[list[int]]:
-    """Random token ids without the special tokens of `byte_tokenizer`."""
+    """Return random token ids without the special tokens of `byte_tokenizer`."""
     return torch.randint(3, 259, (batch, options.prompt_tokens)).tolist()
 
 
 def policy_of(options: argparse.Namespace, shape: Shape, scheme: str) -> Policy:
-    """A policy for inference, made with one float32 master at a time in memory."""
+    """Make a policy for inference, with one float32 master weight in memory at a time."""
     device, dtype = torch.device(options.device), torch.bfloat16
     quant = QuantConfig(**quant_section(scheme, shape.group_size))
     kind, model = make_scheme(scheme, quant.group_size), skeleton(shape.config())
@@ -159,7 +159,7 @@ def policy_of(options: argparse.Namespace, shape: Shape, scheme: str) -> Policy:
 
 
 def timed(run: Generate, new_tokens: int, batch: int) -> float:
-    """Seconds of a run."""
+    """Return the seconds that a run takes."""
     start = time.perf_counter()
     generated = run(new_tokens)
     seconds = time.perf_counter() - start
@@ -168,18 +168,18 @@ def timed(run: Generate, new_tokens: int, batch: int) -> float:
 
 
 def generating(engine: Any, version: int, prompts: Callable[[], list[list[int]]]) -> Generate:
-    """A function that generates once with an engine of qarl's. prompts: Called before each."""
+    """Return a function that generates once with one of qarl's engines. prompts: Called before each run."""
 
     def run(new_tokens: int) -> int:
-        asked = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts())]
+        batch = [Prompt(i, token_ids, "", {}) for i, token_ids in enumerate(prompts())]
         sampling = SamplingParams(n=1, seed=0, max_response_length=new_tokens)
-        return sum(len(r.token_ids) for r in engine.generate(asked, sampling, version))
+        return sum(len(r.token_ids) for r in engine.generate(batch, sampling, version))
 
     return run
 
 
 def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> Generate:
-    """A function that generates once."""
+    """Return a function that generates once with the native engine."""
     engine = NativeEngine(policy.sampler, tokenizer, RolloutConfig(max_num_seqs=len(prompts)))
     engine.publish(policy.current)
     return generating(engine, policy.version, lambda: prompts)
@@ -188,8 +188,9 @@ def native(policy: Policy, tokenizer, prompts: list[list[int]]) -> Generate:
 def vllm(
     options: argparse.Namespace, case: Record, shape: Shape, tokenizer, place: Path, stack: ExitStack
 ) -> tuple[Record, Callable[[int], Generate]]:
-    """What starting took, and a function from a batch size to one that generates once, from new prompts each time, so
-    that none is in the prefix cache."""
+    """Start vLLM. Return the time that this took, and a function from a batch size to a function that generates once.
+
+    Each run has new prompts, so that none is in the prefix cache."""
     from qarl.rollout.vllm.engine import VLLMEngine
     from qarl.weight_sync.sender import WeightSender
 
@@ -208,7 +209,7 @@ def vllm(
 
 
 def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, place: Path) -> Config:
-    """The configuration of a run that samples like this. place: The directory of the sampler's log and checkpoint."""
+    """Return the configuration of such a run. place: Directory for the sampler's log and checkpoint."""
     on_gpu, sequences = options.device == "cuda", max(case["batch"])
     rollout = {
         "engine": "vllm",
@@ -229,7 +230,7 @@ def vllm_config(options: argparse.Namespace, case: Record, quant: QuantConfig, p
 
 
 def hugging_face(options: argparse.Namespace, shape: Shape, dtype: str, prompts: list[list[int]]) -> Generate:
-    """A function that generates once."""
+    """Return a function that generates once with transformers."""
     from transformers import GenerationConfig
 
     model = random_model(shape, torch.device(options.device), 0).to(DTYPES[dtype])

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What an RL step costs, beside TRL: training steps as `qarl train` runs them, on models of known shapes.
+"""Measure RL training steps, as `qarl train` runs them, against TRL's, on models of known shapes.
 
     python tools/bench_step.py --part step trl --shape qwen3-1.7b --scheme w4a16 --out out.json
     python tools/bench_step.py --shape qwen3-8b --scheme w4a16 --nproc 2 --out out.json
     python tools/bench_step.py --table out.json...
 
-Each case (a part, shape and scheme) runs in a process of its own on a model with random weights; its output goes to a
-log beside the result. Parts:
+Each case (part, shape and scheme) runs in its own process on a model with random weights, and writes its output to a
+log next to the result. Parts:
   step       training steps with exactly --new-tokens per response, one optimizer step each
-  trl        the same with TRL 1.16's GRPOTrainer and vLLM in its process
-Times are medians after the first step, which compiles. The result is written after every case.
+  trl        the same with TRL 1.16's GRPOTrainer, with vLLM in its process
+Times are medians without the first step, which compiles. The result is written after every case.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from qarl.training.loop import train
 from qarl.utils.machine import keep_freed_memory
 
 PARTS = ("step", "trl")
-# What a row is compared by: the model, the work, and on how many ranks.
+# Two rows are compared if these are equal: the model, the work, and the number of ranks.
 CASE = ("shape", "layers", "vocabulary", "prompts", "responses", "new_tokens", "ranks")
 PHASES = ("step", "rollout", "generate", "learner", "publish")
 
@@ -51,20 +51,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = command_line(__doc__, device="auto", set=[], **sizes, **files)
     add = parser.add_argument
     add("--part", nargs="+", choices=PARTS, default=["step"], help="default %(default)s")
-    add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-1.7b"], help="of the model")
+    add("--shape", nargs="+", choices=list(SHAPES), default=["qwen3-1.7b"], help="model shapes")
     add("--scheme", nargs="+", choices=scheme_names(), default=["bf16", "w4a16"], metavar="SCHEME")
-    add("--tokens", type=count, default=16_384, help="of a micro-batch")
+    add("--tokens", type=count, default=16_384, help="tokens per micro-batch")
     add("--steps", type=count, default=3, help="training steps; medians leave out the first")
-    add("--prompts", type=count, default=32, help="of a step")
-    add("--responses", type=count, default=8, help="to each prompt")
-    add("--new-tokens", type=count, default=1024, help="exactly so many per response")
-    tail = "end responses at random, with this mean, so that their lengths have a long tail; --new-tokens is the limit"
+    add("--prompts", type=count, default=32, help="prompts per step")
+    add("--responses", type=count, default=8, help="responses per prompt")
+    add("--new-tokens", type=count, default=1024, help="tokens per response")
+    tail = "end responses at random with this mean length, for a long tail of lengths; --new-tokens is the maximum"
     add("--mean-tokens", type=count, help=tail)
-    add("--prompt-tokens", type=count, default=512, help="the longest prompt that fits")
-    frac = "share of the GPU for vLLM; default 0.4, or with rollout.async qarl's for a GPU of its own"
+    add("--prompt-tokens", type=count, default=512, help="maximum tokens per prompt")
+    frac = "fraction of the GPU's memory for vLLM; default 0.4, or with rollout.async qarl's own default"
     add("--memory-frac", type=positive, help=frac)
-    add("--nproc", type=count, default=1, help="step: ranks, with a GPU each")
-    add("--engine", choices=("vllm", "native"), help="of qarl; default vllm on a GPU")
+    add("--nproc", type=count, default=1, help="part step: number of ranks, one per GPU")
+    add("--engine", choices=("vllm", "native"), help="qarl's rollout engine; default: vllm on a GPU, else native")
     add("--device-batch", type=count, default=8, help="TRL's per_device_train_batch_size")
     parsed = parser.parse_args(arguments)
     if parsed.table is None and parsed.out is None and parsed.case is None:
@@ -76,14 +76,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Record]:
-    """Part and shape, with scheme if the part has one, in the order of the command line."""
+    """Yield part and shape, and the scheme if the part has one, in the order of the command line."""
     for part, shape in itertools.product(options.part, options.shape):
         schemes = [{"scheme": scheme} for scheme in options.scheme] if part == "step" else [{}]
         yield from ({"part": part, "shape": shape} | scheme for scheme in schemes)
 
 
 def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator[Record]:
-    """Measure a case, in its own process. place: A directory for its files, whose logs are shown if it fails."""
+    """Measure a case, in its own process. place: Directory for its files; logs in it are shown if the case fails."""
     options = argparse.Namespace(**(vars(options) | case))
     options.place = place
     device = pick_device(options.device)
@@ -103,7 +103,7 @@ def run_part(options: argparse.Namespace, case: Record, place: Path) -> Iterator
 
 
 def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place: Path, engine: str) -> dict[str, Any]:
-    """The configuration of a whole run. place: The directory with prompts and reward, which gets the run."""
+    """Return the configuration of a run. place: Directory with prompts and reward, and for the run."""
     ahead = any(setting.startswith("rollout.async") for setting in options.set)
     return {
         "model": {
@@ -116,10 +116,10 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
             "engine": engine,
             "n": options.responses,
             "max_response_length": options.new_tokens,
-            "ignore_eos": True,  # each response has exactly as many, unless stop tokens end it
+            "ignore_eos": True,  # so that each response has all tokens, unless stop tokens end it
             # Random weights give all tokens similar probabilities, so lengths are nearly geometric.
             "stop_token_ids": list(range(5, shape.vocabulary, options.mean_tokens)) if options.mean_tokens else [],
-            # one wave of sequences; with rollout.async qarl's default, because several steps' responses are in progress
+            # All sequences at once; with rollout.async qarl's default, because responses of several steps are sampled.
             "max_num_seqs": None if ahead else options.prompts * options.responses,
             "vllm": {"memory_frac": options.memory_frac},
         },
@@ -145,7 +145,7 @@ def step_sections(options: argparse.Namespace, shape: Shape, model: Path, place:
 
 
 def step_records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
-    """A record for each training step, and one with medians over those after the first, which compiles."""
+    """Yield a record per training step, and one with medians over all but the first, which compiles."""
     model = model_directory(options.model_dir, options.shape, shape, device, 0)
     engine = options.engine or ("vllm" if device.type == "cuda" else "native")
     place = options.place / options.part
@@ -167,18 +167,19 @@ def step_records(options: argparse.Namespace, shape: Shape, device: torch.device
 
 
 def run(options: argparse.Namespace, path: Path, config: Config) -> int:
-    """The exit code of `qarl train`, in this process or of the ranks that it starts. config: of path and --set."""
+    """Run `qarl train` in this process or in --nproc ranks, and return its exit code. config: Of path and --set."""
     if options.nproc > 1:
         command = ["-m", "qarl.cli", "train", str(path), *options.set, "--nproc", str(options.nproc)]
-        environment = os.environ | {"TMPDIR": str(path.parent)}  # what ranks print before there is a run lies there
+        environment = os.environ | {"TMPDIR": str(path.parent)}  # for the output of ranks before the run is created
         return subprocess.run([sys.executable, *command], env=environment, check=False).returncode
     return train(config)
 
 
 def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total: float) -> Iterator[Record]:
-    """The metrics of each step (lines of metrics.jsonl), with names as TRL's part has them. total: seconds of the run.
+    """Yield the metrics of each step (lines of metrics.jsonl) under the names that part trl uses.
 
-    On several ranks `publish_s` is the first one's, beside `publish_s_min`, `publish_s_mean` and `publish_s_max`.
+    On several ranks `publish_s` is the first rank's, next to `publish_s_min`, `_mean` and `_max`. total: Seconds of the
+    run.
     """
     found = []
     for metrics in steps:
@@ -192,7 +193,7 @@ def records_of(steps: list[dict[str, Any]], new_tokens: int, engine: str, total:
 
 
 def table(reports: Sequence[Record]) -> str:
-    """The summary, as text. A peer is compared with whatever report has it."""
+    """Return the summary as text. TRL's rows may be in another report than qarl's."""
     rows = [row for report in reports for row in report["records"]]
     timed = [row for row in rows if row.get("what") == "step"]
     peers = {tuple(map(row.get, CASE)): row["seconds"] for row in timed if row["part"] == "trl"}

@@ -1,8 +1,8 @@
-"""Builds the documentation site in build/site: the Markdown pages of the repository, and an API reference.
+"""Build the documentation site in build/site: the Markdown pages of the repository, and an API reference.
 
     python tools/build_site.py
 
-Warnings, such as a link that leads nowhere, fail the build. Modules are parsed, not imported.
+Warnings, such as a broken link, fail the build. Modules are parsed, not imported.
 """
 
 import os
@@ -30,7 +30,7 @@ REFERENCE = {  # page -> title and modules, most important first
 
 
 def collect() -> None:
-    """Copy the pages, keeping their places, so that links between them stay valid."""
+    """Copy the pages with their relative paths, so that links between them stay valid."""
     shutil.rmtree(PAGES, ignore_errors=True)
     pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     pages += [page for folder in ("docs", "benchmarks") for page in sorted((ROOT / folder).glob("*.md"))]
@@ -46,7 +46,7 @@ def collect() -> None:
 
 
 def without_code_links(page: Path, pages: set[Path]) -> str:
-    """The text of a page; links to files that are no pages of the site become code, README.md is index.md."""
+    """Return the text of a page. Links to files that are not pages of the site become code, README.md index.md."""
 
     def kept(match: re.Match[str]) -> str:
         target = match[2].partition("#")[0]
@@ -59,7 +59,7 @@ def without_code_links(page: Path, pages: set[Path]) -> str:
 
 
 def build(config: Path) -> int:
-    """Build a site; returns the exit code. Not `--quiet`, with which `--strict` does not count warnings."""
+    """Build a site and return the exit code. Without `--quiet`, because `--strict` would then ignore warnings."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--config-file", str(config)]
     return subprocess.run(command, env=os.environ | {"NO_MKDOCS_2_WARNING": "1"}).returncode
 

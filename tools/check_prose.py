@@ -1,8 +1,8 @@
-"""Reports phrases that the style rules exclude, in pages, configurations, docstrings, comments and messages.
+"""Report phrases that the style rules exclude, in pages, configurations, docstrings, comments and messages.
 
     python tools/check_prose.py
 
-Exits with 1 and one line per place if there are any. A pattern belongs here when the tree has no more of it.
+Exits with 1 and one line per match if there are any. Add a pattern once the tree has no more matches.
 """
 
 import ast
@@ -29,7 +29,7 @@ EVERYWHERE = {  # pattern -> what to write
 
 
 def texts(path: Path) -> Iterator[tuple[int, str]]:
-    """(line, text) of a page or configuration, or of every string and comment of a source file."""
+    """Yield (line, text) of a page or configuration, or of every string and comment of a source file."""
     content = path.read_text()
     if path.suffix != ".py":
         yield 1, content

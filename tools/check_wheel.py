@@ -1,8 +1,8 @@
-"""Builds a wheel, installs it into an empty environment, and uses it there: `python tools/check_wheel.py`.
+"""Build a wheel, install it into an empty environment, and use it there: `python tools/check_wheel.py`.
 
-The environment borrows what qarl depends on from the one that runs this, and nothing of qarl: neither its files nor an
-editable install of it. Exits with 0 if the wheel holds every package with its data, and if `qarl --version`, `schema`,
-`check`, `train` on a tiny model and `report` do what they should.
+The environment uses the dependencies that are installed in the current one, but nothing of qarl: neither its files nor
+an editable install. Exits with 0 if the wheel contains every package with its data, and if `qarl --version`, `schema`,
+`check`, `train` on a tiny model and `report` work.
 """
 
 import os
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def run(*command: object, cwd: Path | None = None) -> str:
-    """Standard output; ends the program with what was printed if the command fails."""
+    """Run a command and return its standard output. If it fails, end this program with its output."""
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     kept["OMP_NUM_THREADS"] = "1"
     done = subprocess.run([*map(str, command)], cwd=cwd, env=kept, capture_output=True, text=True)
@@ -48,13 +48,13 @@ def run(*command: object, cwd: Path | None = None) -> str:
 
 
 def tracked(folder: str) -> list[str]:
-    """Tracked files below a folder of the repository, relative to it."""
+    """Return the tracked files below a folder of the repository, relative to it."""
     names = run("git", "ls-files", "-z", cwd=ROOT / folder).split("\0")
     return [name for name in names if name and (ROOT / folder / name).is_file()]
 
 
 def build(out: Path) -> Path:
-    """The wheel of the working tree, from a copy of the tracked files: a stale build directory adds nothing to it."""
+    """Build a wheel from a copy of the tracked files, so that a stale build directory cannot add anything."""
     tree = out / "tree"
     for name in tracked("."):
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
@@ -65,21 +65,21 @@ def build(out: Path) -> Path:
 
 
 def check_contents(wheel: Path) -> None:
-    """Every tracked file of the packages is in the wheel, and no other package."""
+    """Check that the wheel contains every tracked file of the packages, and no other package."""
     with zipfile.ZipFile(wheel) as archive:
         inside = {name for name in archive.namelist() if ".dist-info/" not in name}
     expected = {f"{package}/{name}" for package, folder in PACKAGES.items() for name in tracked(folder)}
     strange = {name for name in inside if name.split("/")[0] not in PACKAGES}
     if wrong := sorted((expected - inside) | strange):
-        raise SystemExit(f"{wheel.name}: {len(wrong)} files are missing or of no package, such as {wrong[:3]}")
+        raise SystemExit(f"{wheel.name}: {len(wrong)} files are missing or unexpected, such as {wrong[:3]}")
 
 
 def install(wheel: Path, environment: Path) -> Path:
-    """A new environment with the wheel; its Python."""
+    """Create an environment with the wheel, and return its Python."""
     run(sys.executable, "-m", "venv", "--without-pip", environment)
     python = environment / "bin" / "python"
     run(*PIP, "--python", python, "install", "-q", "--no-deps", "--no-index", wheel)
-    # A path file adds a directory and does not read the path files in it, so an editable qarl there stays unknown.
+    # A path file adds a directory without reading the path files in it, so an editable install of qarl is not found.
     site = next((environment / "lib").glob("python*")) / "site-packages"
     (site / "borrowed.pth").write_text(f"{sysconfig.get_path('purelib')}\n{sysconfig.get_path('platlib')}\n")
     return python
@@ -90,14 +90,14 @@ def use(python: Path, here: Path) -> None:
     here.mkdir()
     places = run(python, "-c", WHERE, cwd=here).splitlines()
     if len(places) != len(PACKAGES) or not all(place.startswith(str(python.parents[1])) for place in places):
-        raise SystemExit(f"imported from elsewhere than the wheel: {places}")
+        raise SystemExit(f"imported from outside the wheel's environment: {places}")
     save_tiny_model(here / "tiny")
     (here / "tiny.yaml").write_text(yaml.safe_dump(tiny_settings(Path("tiny"), train={"steps": 1})))
     for command in ("--version", "schema", "check tiny.yaml", "train tiny.yaml", "report runs/tiny"):
         run(python.with_name("qarl"), *command.split(), cwd=here)
     for name in ("metrics.jsonl", "checkpoints/latest", "report.html"):
         if not (here / "runs/tiny" / name).exists():
-            raise SystemExit(f"the run left no {name}")
+            raise SystemExit(f"the run did not write {name}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Writes docs/configuration_keys.md, every key of the configuration, from its JSON schema.
+"""Write docs/configuration_keys.md, which lists every configuration key, from the JSON schema.
 
 python tools/config_reference.py
 """
@@ -22,12 +22,12 @@ the schema has further technical limits. A key without a default is null: off, u
 `qarl check my.yaml` prints a configuration with all defaults resolved.
 """
 NAMES = {"object": "mapping", "string": "text", "integer": "integer", "number": "number", "boolean": "boolean"}
-TECHNICAL = 10_000  # bounds from here on only guard against nonsense, and are not shown
+TECHNICAL = 10_000  # bounds of this size or more only guard against nonsense, and are not shown
 Schema = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A key of a section: its path in the section, its type, its default (as YAML, empty if null), its description."""
+    """A key: its path in its section, its type, its default (as YAML; empty if null) and its description."""
 
     key: str
     kind: str
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def page(schema: Schema) -> str:
-    """The page as Markdown."""
+    """Return the page as Markdown."""
     parts, seen = [HEAD], dict[str, str]()
     for name, entry in inlined(schema)["properties"].items():
         section = section_of(entry)
@@ -53,7 +53,7 @@ def page(schema: Schema) -> str:
 
 
 def keys(schema: Schema) -> Iterator[str]:
-    """Every key with its section, such as `rollout.vllm.process`; lists of sections without an index."""
+    """Yield every key with its section, such as `rollout.vllm.process`; lists of sections without an index."""
     for name, entry in inlined(schema)["properties"].items():
         yield name
         section = section_of(entry)
@@ -63,7 +63,7 @@ def keys(schema: Schema) -> Iterator[str]:
 
 
 def inlined(node: Any, definitions: dict[str, Schema] | None = None) -> Any:
-    """A schema with definitions in place of references; beside a description or default, as the only alternative."""
+    """Replace references in a schema by definitions. With a description or default, the definition is in `anyOf`."""
     if isinstance(node, list):
         return [inlined(part, definitions) for part in node]
     if not isinstance(node, dict):
@@ -77,30 +77,30 @@ def inlined(node: Any, definitions: dict[str, Schema] | None = None) -> Any:
 
 
 def described(section: Schema, entry: Schema) -> str:
-    """The first paragraph of a section's description, and the description of a text that is accepted instead."""
+    """Return the first paragraph of a section's description, and the description of a text that may replace it."""
     own = str(entry.get("description") or section.get("description", "")).split("\n\n")[0]
     texts = [f"Or a text: {part['description']}" for part in entry.get("anyOf", []) if part.get("type") == "string"]
     return " ".join(" ".join([own, *texts]).split())
 
 
 def alternatives(entry: Schema) -> list[Schema]:
-    """The definitions that a value may have, of `anyOf` and `oneOf` at any depth."""
+    """Return the definitions that a value may have: those in `anyOf` and `oneOf`, at any depth."""
     found = [part for key in ("anyOf", "oneOf") for part in entry.get(key, [])]
     return [each for part in found for each in alternatives(part)] if found else [entry]
 
 
 def section_of(entry: Schema) -> Schema:
-    """The definition of a section, also if the key may be null or a text instead."""
+    """Return the definition of a section, also if the key may be null or text instead."""
     return next((part for part in entry.get("anyOf", []) if "oneOf" in part or "properties" in part), entry)
 
 
 def tables(name: str, section: Schema, seen: dict[str, str]) -> str:
-    """The keys of a section. A section with several kinds has three tables: kinds, shared keys, other keys.
+    """Return the tables of a section: one, or for a section with several kinds three (kinds, shared keys, other keys).
 
     Args:
-        name: Of the section.
+        name: Name of the section.
         section: Its definition.
-        seen: Names of sections that the page already has, by definition; they are links where they occur again.
+        seen: Definition -> name of the sections that the page already has, to which later occurrences link.
     """
     head, kinds = ["key", "type, default", "meaning"], section.get("oneOf", [])
     if not kinds:
@@ -135,8 +135,8 @@ def tables(name: str, section: Schema, seen: dict[str, str]) -> str:
 
 
 def rows(path: str, section: Schema, name: str, seen: dict[str, str]) -> Iterator[Row]:
-    """The keys of a section and of the sections in it. path: Prefix of the keys, with a trailing dot, or empty.
-    name: Of the top-level section."""
+    """Yield the keys of a section and of the sections in it. path: Prefix of the keys, empty or with a trailing dot.
+    name: Name of the top-level section."""
     required = section.get("required", [])
     for key, entry in section.get("properties", {}).items():
         inner = inner_section(entry)
@@ -156,13 +156,13 @@ def rows(path: str, section: Schema, name: str, seen: dict[str, str]) -> Iterato
 
 
 def inner_section(entry: Schema) -> Schema | None:
-    """The section that a key holds, alone, or in a list."""
+    """Return the section that a key contains, directly or in a list; None if there is none."""
     parts = [part.get("items", part) if part.get("type") == "array" else part for part in alternatives(entry)]
     return next((part for part in parts if isinstance(part, dict) and part.get("properties")), None)
 
 
 def kind_of(entry: Schema) -> str:
-    """The type of a value, with its choices or bounds; null is left out if it is the default."""
+    """Return the type of a value, with its choices or bounds; null is left out if it is the default."""
     kinds = []
     for part in alternatives(entry):
         if "enum" in part or "const" in part:
@@ -181,7 +181,7 @@ def kind_of(entry: Schema) -> str:
 
 
 def bounds_of(part: Schema) -> str:
-    """` (0, 1]` or ` >= 1` for a number with bounds; empty if it has none, or only technical limits."""
+    """Return ` (0, 1]` or ` >= 1` for a number with bounds; empty if it has none, or only technical limits."""
     low = part["minimum"] if "minimum" in part else part.get("exclusiveMinimum", -math.inf)
     high = part["maximum"] if "maximum" in part else part.get("exclusiveMaximum", math.inf)
     if high >= TECHNICAL:
@@ -190,12 +190,12 @@ def bounds_of(part: Schema) -> str:
 
 
 def shown(value: Any) -> str:
-    """A default, as YAML has it."""
+    """Format a default as YAML."""
     return "" if value is None else f"`{value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)}`"
 
 
 def cells(row: Row) -> list[str]:
-    """Key, type with default, and description."""
+    """Return key, type with default, and description."""
     choices = row.kind.split(", ")
     if row.default in choices:
         value = ", ".join(f"{choice} (default)" if choice == row.default else choice for choice in choices)

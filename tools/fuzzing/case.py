@@ -1,7 +1,7 @@
-"""One case: a command line, the directory it runs in, what is known about it, and its execution in a fork.
+"""One case: a command line, the directory it runs in, its expected result, and its execution in a fork.
 
-This process has everything imported and never runs a command itself, so a case costs a fork. It must not start a pool
-of threads: a process with one cannot be forked.
+This process has imported everything and never runs a command itself, so a case costs only a fork. It must not start a
+thread pool, because a process with one must not fork.
 """
 
 import faulthandler
@@ -24,9 +24,9 @@ import psutil
 
 # Seconds of CPU, and bytes of address space beyond this process's. A command that only reads files must be fast.
 READING, WORKING = (10.0, 2 * 2**30), (60.0, 6 * 2**30)
-PATIENCE = 4  # wall seconds per second of CPU: other processes may keep a case from the cores
-FILE_LIMIT = 256 * 2**20  # bytes of any file that a case writes
-READ_LIMIT = 4 * 2**20  # bytes of output that are looked at
+PATIENCE = 4  # wall-clock limit in multiples of the CPU limit, because other processes may use the cores
+FILE_LIMIT = 256 * 2**20  # maximum bytes of any file that a case writes
+READ_LIMIT = 4 * 2**20  # bytes of output that are examined
 
 Command = Callable[[Sequence[str]], object]
 
@@ -37,13 +37,13 @@ class Case:
 
     name: str  # kind, and number in the seed's series of that kind
     directory: Path
-    mutation: str = ""  # in one line
-    argv: list[str] = field(default_factory=list)  # of `qarl`
+    mutation: str = ""  # description in one line
+    argv: list[str] = field(default_factory=list)  # arguments of `qarl`
     must_refuse: bool = False  # exit code 0 is wrong
 
     @property
     def kind(self) -> str:
-        """What was mutated."""
+        """Return the kind of input that was mutated."""
         return self.name.rpartition("-")[0]
 
     @property
@@ -52,17 +52,17 @@ class Case:
 
     @property
     def reads_only(self) -> bool:
-        """Whether it runs no model."""
+        """Whether the command runs no model."""
         return self.command in ("check", "schema", "runs")
 
     @property
     def cwd(self) -> Path:
-        """Three levels below the case's directory, so that `..` stays inside it."""
+        """Return the working directory, three levels below the case's directory, so that `..` stays inside it."""
         return self.directory / "a" / "b" / "work"
 
     @property
     def limits(self) -> tuple[float, int]:
-        """Seconds of CPU, and bytes beyond those it starts with."""
+        """Return the limits: seconds of CPU, and bytes of address space on top of those at the start."""
         return READING if self.reads_only else WORKING
 
     def remove(self) -> None:
@@ -80,11 +80,11 @@ class Outcome:
     seconds: float  # wall seconds
     out: bytes
     err: bytes
-    stack: str  # where it was when a signal or the limit ended it
+    stack: str  # stack traces at the time when a signal or the limit ended it
 
 
 def execute(case: Case, command: Command) -> Outcome:
-    """Run `command(case.argv)` in `case.cwd`; its output and the stack of a cut-off go to `case.directory`."""
+    """Run `command(case.argv)` in `case.cwd`. Its output, and stacks if it is killed, go to `case.directory`."""
     for name in ("home", "tmp"):
         (case.directory / name).mkdir(exist_ok=True)
     begin, limit_s = time.monotonic(), case.limits[0]
@@ -95,9 +95,9 @@ def execute(case: Case, command: Command) -> Outcome:
     timed_out = not select.select([watch], [], [], PATIENCE * limit_s)[0]
     os.close(watch)
     try:
-        os.killpg(pid, signal.SIGKILL)  # what it started too; it is not reaped yet, so the id is still its own
+        os.killpg(pid, signal.SIGKILL)  # and its children; it is not reaped yet, so the id is still its own
     except ProcessLookupError:
-        os.kill(pid, signal.SIGKILL)  # not yet the head of its group
+        os.kill(pid, signal.SIGKILL)  # it has not created its process group yet
     _, status, usage = os.wait4(pid, 0)
     timed_out |= usage.ru_utime + usage.ru_stime > limit_s
     out, err, stack = (_head(case.directory / name) for name in ("out", "err", "stack"))
@@ -111,7 +111,7 @@ def _child(case: Case, command: Command) -> Never:
     _redirect(case.directory)
     home, tmp = str(case.directory / "home"), str(case.directory / "tmp")
     os.environ |= {"HOME": home, "HF_HOME": home, "XDG_CACHE_HOME": home, "TMPDIR": tmp, "HF_HUB_OFFLINE": "1"}
-    tempfile.tempdir = None  # which was looked up in the environment before
+    tempfile.tempdir = None  # cached before TMPDIR changed
     os.chdir(case.cwd)
     limit_s, memory = case.limits
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + memory,) * 2)
@@ -125,7 +125,7 @@ def _child(case: Case, command: Command) -> Never:
         command(case.argv)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # as an interpreter ends, without taking down what was imported
+    except BaseException:  # like the interpreter, but without its cleanup
         traceback.print_exc()
         code = 1
     sys.stdout.flush()
@@ -134,7 +134,7 @@ def _child(case: Case, command: Command) -> Never:
 
 
 def _redirect(directory: Path) -> None:
-    """Standard input from nothing, output to files, as a user's terminal takes it: UTF-8, surrogates refused."""
+    """Read standard input from /dev/null and write output to files, encoded as on a terminal: strict UTF-8."""
     for fd, path in enumerate((os.devnull, directory / "out", directory / "err")):
         target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND if fd else os.O_RDONLY)
         os.dup2(target, fd)
@@ -145,6 +145,6 @@ def _redirect(directory: Path) -> None:
 
 
 def _head(path: Path) -> bytes:
-    """The first bytes of a file."""
+    """Return the first READ_LIMIT bytes of a file."""
     with path.open("rb") as file:
         return file.read(READ_LIMIT)

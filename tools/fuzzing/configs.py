@@ -21,9 +21,9 @@ Key = tuple[str | int, ...]
 
 @cache
 def schema_keys() -> dict[Key, list[dict[str, Any]]]:
-    """Every key of the configuration with its JSON schemas; 0 stands for the first entry of a list.
+    """Return the JSON schemas of every configuration key; 0 in a key stands for the first entry of a list.
 
-    A key of several objectives has a schema of each, with the objective's name as `x-name`.
+    A key of several objectives has one schema per objective, with the objective's name as `x-name`.
     """
     from qarl.config import Config
 
@@ -45,7 +45,7 @@ def _keys(node: dict[str, Any], path: Key) -> Iterator[tuple[Key, dict[str, Any]
 
 
 def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
-    """`qarl check` of a configuration with damage."""
+    """Make a case: `qarl check` of a damaged configuration."""
     lay_out(base, case, "model", "rows.jsonl", "objective.py")
     case.argv = ["check", "c.yaml"]
     if chance(draw, 35):
@@ -58,7 +58,7 @@ def mutate_config(draw: DrawFn, base: Path, case: Case) -> None:
 
 
 def _changed(draw: DrawFn) -> tuple[str, bytes]:
-    """A valid configuration with one to three keys given something else; hostile YAML goes in as it is."""
+    """Return a valid configuration with other values for one to three keys. Hostile YAML is inserted literally."""
     data = config()
     if chance(draw, 12):
         what, text = edit_record(draw, data, draw(json_values))
@@ -79,7 +79,7 @@ def _changed(draw: DrawFn) -> tuple[str, bytes]:
 
 
 def place(data: dict[str, Any], path: Key, value: Any) -> None:
-    """Set a key, making the sections and lists on the way; 0 is the first entry of a list."""
+    """Set a key, and create the sections and lists above it; 0 is the first entry of a list."""
     here: Any = data
     for step, following in pairwise(path):
         if isinstance(here, list):
@@ -91,7 +91,7 @@ def place(data: dict[str, Any], path: Key, value: Any) -> None:
 
 
 def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
-    """Where a key of an objective was set, choose one that reads it: a key of another one hides what else is wrong."""
+    """If a key of an objective was set, choose an objective that has it, because otherwise only that is reported."""
     from qarl.objectives.registry import BY_NAME
 
     section = data.get("objective")
@@ -100,7 +100,7 @@ def name_objective(draw: DrawFn, data: dict[str, Any], path: Key) -> None:
         section["name"] = pick(draw, readers or ["sapo"])
 
 
-# Sections whose valid values all train in about a second on any machine, and their keys that no case changes.
+# Sections with which all valid values train in about a second on any machine, and keys in them that no case changes.
 VALID = ("objective", "correction", "optim", "checkpoint", "diagnostics")
 LEFT_OUT = listed("""
     objective.path  objective.kwargs  objective.router  objective.teacher  diagnostics.backward_every
@@ -110,14 +110,14 @@ LEFT_OUT = listed("""
 
 @cache
 def valid_keys() -> tuple[Key, ...]:
-    """Keys of `VALID` that hold no sections and no lists of sections, those in `LEFT_OUT` excepted."""
+    """Return the keys of `VALID` that contain no sections or lists of sections, except those in `LEFT_OUT`."""
     sections = {path[:length] for path in schema_keys() for length in range(1, len(path))}
     values = [path for path in schema_keys() if path[0] in VALID and path not in sections and 0 not in path]
     return tuple(path for path in values if not ".".join(map(str, path)).startswith(tuple(LEFT_OUT)))
 
 
 def mutate_nothing(draw: DrawFn, base: Path, case: Case) -> None:
-    """`qarl check` of a configuration that is within the schema's ranges."""
+    """Make a case: `qarl check` of a configuration within the schema's ranges."""
     what, data = valid_config(draw)
     case.mutation, case.argv = f"valid: {shown(what, 300)}", ["check", "c.yaml"]
     (case.cwd / "c.yaml").write_text(yaml.safe_dump(data))
@@ -125,7 +125,7 @@ def mutate_nothing(draw: DrawFn, base: Path, case: Case) -> None:
 
 
 def valid_config(draw: DrawFn) -> tuple[str, dict[str, Any]]:
-    """What was changed, and a configuration of two steps within the schema's ranges, their ends included.
+    """Return the changes, and a configuration of two steps within the schema's ranges, including their ends.
 
     Sizes are kept small so that a run takes a second.
     """
@@ -145,8 +145,8 @@ def valid_config(draw: DrawFn) -> tuple[str, dict[str, Any]]:
 
 
 def allowed(node: dict[str, Any], small: bool = False) -> SearchStrategy[Any]:
-    """Values that a key's JSON schema allows, the ends of its range included. small: Whole numbers near the lower end
-    only."""
+    """Return values that a key's JSON schema allows, including the ends of its range. small: Only integers near the
+    lower end."""
     kind = node.get("type")
     if "anyOf" in node:
         return st.one_of(*(allowed(one, small) for one in node["anyOf"]))

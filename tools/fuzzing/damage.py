@@ -1,6 +1,7 @@
-"""Damage to files: bytes of any kind, YAML, JSON, safetensors, and what stands at a path at all.
+"""Damage to files: to any bytes, YAML, JSON or safetensors, and to directory entries.
 
-Functions take Hypothesis' `draw` and return what they did, in a few words; those of contents return the new bytes too.
+Functions take Hypothesis' `draw` and return a short description; functions that damage contents also return the new
+bytes.
 """
 
 import hashlib
@@ -18,7 +19,7 @@ from hypothesis.strategies import DrawFn
 
 
 def damage_bytes(draw: DrawFn, data: bytes) -> tuple[str, bytes]:
-    """Damage a file's bytes, whatever it holds."""
+    """Damage the bytes of a file of any kind."""
     place = position(draw, len(data))
     before, after = data[:place], data[place:]
     more = draw(st.sampled_from((b"\xff", b"\xed\xa0\x80", b'"\\ud800"', b"\0")) | st.binary(min_size=1, max_size=16))
@@ -37,7 +38,7 @@ def damage_bytes(draw: DrawFn, data: bytes) -> tuple[str, bytes]:
 
 
 def damage_yaml(draw: DrawFn, text: str) -> tuple[str, bytes]:
-    """Damage a YAML document: mostly one of its lines."""
+    """Damage a YAML document, usually one of its lines."""
     lines, value = text.split("\n"), draw(yaml_values)
     row = position(draw, len(lines))
     line = lines[row]
@@ -60,7 +61,7 @@ def damage_yaml(draw: DrawFn, text: str) -> tuple[str, bytes]:
 
 
 def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
-    """Damage JSON or JSON lines: bytes, a line, or (mostly) one value of one record."""
+    """Damage JSON or JSON lines: bytes, a line, or (usually) one value of one record."""
     kind, value = pick(draw, ("bytes", "whole", "line", "value", "value", "value", "value")), draw(json_values)
     if kind == "bytes":
         return damage_bytes(draw, text.encode())
@@ -77,7 +78,7 @@ def damage_json(draw: DrawFn, text: str) -> tuple[str, bytes]:
 
 
 def parsed(text: str) -> Any:
-    """The JSON of a text; None if it is none."""
+    """Parse JSON; None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -85,7 +86,7 @@ def parsed(text: str) -> Any:
 
 
 def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
-    """Give a key of nested data the JSON `value`, or drop or rename the key. Returns what, and the record's JSON."""
+    """Set a key of nested data to the JSON `value`, or drop or rename it. Returns the change, and the record's JSON."""
     path: list[str] = []
     here = record
     while True:
@@ -107,7 +108,7 @@ def edit_record(draw: DrawFn, record: Any, value: str) -> tuple[str, str]:
 
 
 def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
-    """Damage a safetensors file, or make its header lie.
+    """Damage a safetensors file, or make its header wrong.
 
     Format: eight bytes of header length, little-endian; a JSON header name -> {dtype, shape, data_offsets}; the data.
     """
@@ -123,7 +124,7 @@ def damage_safetensors(draw: DrawFn, raw: bytes) -> tuple[str, bytes]:
 
 
 def damage_file(draw: DrawFn, path: Path) -> str:
-    """Damage a file as what it is: YAML, JSON, safetensors or bytes."""
+    """Damage a file according to its suffix: YAML, JSON, safetensors or bytes."""
     raw = path.read_bytes()
     if path.suffix == ".yaml":
         what, data = damage_yaml(draw, raw.decode(errors="replace"))
@@ -136,7 +137,7 @@ def damage_file(draw: DrawFn, path: Path) -> str:
 
 
 def damage_entry(draw: DrawFn, path: Path) -> str:
-    """Replace a file or folder by something else of that name."""
+    """Replace a file or directory by something else with the same name."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -156,9 +157,9 @@ def damage_entry(draw: DrawFn, path: Path) -> str:
 
 
 def seal(checkpoint: Path, files: bool = True) -> None:
-    """Make the digests in a checkpoint's manifest fit its files and itself. What is no manifest stays as it is.
+    """Update the digests in a checkpoint's manifest. An invalid manifest stays as it is.
 
-    files: Also the digests of the files; otherwise only the manifest's own.
+    files: Update the digests of the files too, not only the manifest's own.
     """
     path = checkpoint / "manifest.json"
     manifest = parsed(path.read_text(errors="replace")) if path.is_file() else None

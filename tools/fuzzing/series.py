@@ -1,4 +1,4 @@
-"""The series of cases of a seed: case `run-7` of a seed is the same whatever the count."""
+"""The series of cases of a seed. Case `run-7` of a seed does not depend on the number of cases."""
 
 import random
 from collections import Counter
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-# Relative frequencies. Cases that only read a file take a hundredth of the time of those that run a model.
+# Relative frequency and mutator. A case that only reads a file takes 1 % of the time of one that runs a model.
 MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
     "config": (40, mutate_config),
     "run": (12, mutate_run),
@@ -23,7 +23,7 @@ MUTATORS: dict[str, tuple[int, Callable[[DrawFn, Path, Case], None]]] = {
 
 
 def names(seed: str, count: int) -> Iterator[str]:
-    """The first `count` cases."""
+    """Yield the names of the first `count` cases."""
     drawn, numbers = random.Random(f"{seed}:kinds"), Counter[str]()
     for _ in range(count):
         [kind] = drawn.choices(list(MUTATORS), [weight for weight, _ in MUTATORS.values()])
@@ -32,11 +32,11 @@ def names(seed: str, count: int) -> Iterator[str]:
 
 
 def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
-    """Call `build` with Hypothesis' `draw`, whose values depend on the seed and the name alone.
+    """Call `build` with Hypothesis' `draw`, whose values depend only on the seed and the name.
 
     Hypothesis' own generation (`max_examples`) derives each example from the ones before, so a case would change with
-    the number of cases. Its interface for fuzzers makes an example of a string of bytes instead. `build` is called
-    again, with other bytes, if Hypothesis rejects an example (a filter, or one that is too large).
+    the number of cases. Its fuzzer interface makes an example from a string of bytes instead. If Hypothesis rejects an
+    example (a filter fails, or it is too large), `build` is called again with other bytes.
     """
 
     @settings(database=None)
@@ -50,7 +50,7 @@ def with_draws(seed: str, name: str, build: Callable[[DrawFn], None]) -> None:
 
 
 def build(seed: str, name: str, base: Path, directory: Path) -> Case:
-    """Lay out a case in `directory`, which is made."""
+    """Create a case in `directory`."""
     case = Case(name, directory)
 
     def lay_out_case(draw: DrawFn) -> None:
@@ -65,9 +65,9 @@ def build(seed: str, name: str, base: Path, directory: Path) -> Case:
 
 
 def run_case(seed: str, name: str, base: Path, root: Path, command: Command, keep: bool = False) -> Result:
-    """Build, run and judge one case. keep: leave its directory.
+    """Build, run and judge one case. keep: Do not remove its directory.
 
-    What `check` accepts of kind "valid" is trained. Refused by `train` after that is bad.
+    A case of kind "valid" that `check` accepts is trained. It is bad if `train` then refuses it.
     """
     case = build(seed, name, base, root / f"{seed}-{name}")
     outcome = execute(case, command)

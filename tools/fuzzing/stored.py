@@ -25,7 +25,7 @@ MODEL_LINES = {
 
 
 def mutate_model(draw: DrawFn, base: Path, case: Case) -> None:
-    """A damaged model, export or file of rows for one of the commands that take one."""
+    """Make a case: a command that reads a damaged model, export or data file."""
     lay_out(base, case, "model", "rows.jsonl", "export")
     model = case.cwd / "model"
     if chance(draw, 20):
@@ -64,15 +64,15 @@ def _damaged_export(draw: DrawFn, model: Path) -> tuple[str, bool]:
     (file,) = model.glob("*.safetensors")
     raw = bytearray(file.read_bytes())
     data = 8 + int.from_bytes(raw[:8], "little")  # behind the header and its length
-    raw[place := data + position(draw, len(raw) - data)] ^= 1
+    raw[place := data + position(draw, len(raw) - data)] ^= 1  # a bit of a tensor
     file.write_bytes(raw)
     return f"bit flipped at {place}", True
 
 
 def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
-    """A damaged run for one of the commands that take one; `train` resumes it for one more step.
+    """Make a case: a command that reads a damaged run; `train` resumes it for one more step.
 
-    What is damaged in a checkpoint mostly has digests that fit.
+    Damaged files of checkpoints usually get matching digests.
     """
     lay_out(base, case)
     run, newest = case.cwd / RUN, case.cwd / RUN / "checkpoints/000003"
@@ -101,7 +101,7 @@ def mutate_run(draw: DrawFn, base: Path, case: Case) -> None:
     }
     case.mutation, case.argv = f"run: {path.relative_to(run)}: {what}", shlex.split(lines[command])
     changed = is_file and path.read_bytes() != before
-    if path.name == "manifest.json" and is_file:  # in whose JSON a space between values means nothing
+    if path.name == "manifest.json" and is_file:  # added white space does not change its JSON
         changed = json.loads(before) != parsed(path.read_text(errors="replace"))
     digested = path.parent == newest and path.name != "optimizer.safetensors" and target == str(RUN)
     case.must_refuse = command in OPENERS and digested and changed and not sealed

@@ -1,4 +1,4 @@
-"""Strategies for hostile values: texts, paths, numbers, YAML and JSON; and short forms of draws."""
+"""Strategies for hostile values: texts, paths, numbers, YAML and JSON; and helpers for drawing."""
 
 import json
 import re
@@ -13,33 +13,33 @@ ESCAPE, OVERRIDE = "\x1b[31mred", "abc\u202edef"  # a terminal would act on thes
 
 
 def pick(draw: DrawFn, options: Sequence[T]) -> T:
-    """One of `options`."""
+    """Draw one of `options`."""
     return draw(sampled_from(options))
 
 
 def chance(draw: DrawFn, percent: int) -> bool:
-    """True in `percent` of 100 draws."""
+    """Draw True with a probability of `percent` percent."""
     return draw(st.integers(0, 99)) < percent
 
 
 def position(draw: DrawFn, length: int) -> int:
-    """An index below `length`. One draw of one range, because lengths of records differ between two bases."""
+    """Draw an index below `length`, from a fixed range, because lengths of records differ between bases."""
     return draw(st.integers(0, 2**20 - 1)) * length >> 20
 
 
 def shown(text: str, limit: int = 60) -> str:
-    """`text` on one line of printable ASCII, shortened."""
+    """Format `text` as one line of printable ASCII, shortened."""
     plain = ascii(text)[1:-1]
     return plain if len(plain) <= limit else f"{plain[:limit]}... ({len(text)} characters)"
 
 
 def listed(text: str) -> list[str]:
-    """The entries of a text, which have two spaces or a line break between them."""
+    """Split a text at line breaks and at two or more spaces."""
     return re.split(r"\s*\n\s*|  +", text.strip())
 
 
 characters = st.characters(exclude_categories=())  # surrogates and control characters included
-# Mean something to qarl, Python's format(), an importer, a regular expression, rich or a shell.
+# Texts with a meaning to qarl, Python's format(), an importer, a regular expression, rich or a shell.
 MEANINGFUL = listed(r"""
     [bold red]markup[/]  [/]  [link=http://x]y  {prompt:>99999999999}  {0}  {  }  {prompt.__class__}
     {prompt!r:{prompt}}  %s%n%d  $HOME  `id`  null  true  1e6  ²²²  ٣  NaN  -1  re:(  re:(a+)+$  re:.*  task:nothing
@@ -50,13 +50,13 @@ UNPRINTABLE = ("\0", "a\0b", ESCAPE, OVERRIDE, "\x1b]0;title\x07", "\u2028line",
 LONG = ("x" * 5_000, "e\u0301" * 100, "日本" * 5_000)
 texts = sampled_from(["", " ", *MEANINGFUL]) | sampled_from((*UNPRINTABLE, *LONG)) | st.text(characters, max_size=20)
 
-# Paths that lead out of a case's directory or nowhere, to a device, or to something that is no file.
+# Paths that lead out of a case's directory, to a missing entry, to a device, or to something that is not a file.
 ODD_PATHS = listed("""
     ~nosuchuser/x  ~  model  model/below  rows.jsonl/below  .  ..  ../../x  model//x  /dev/full  /proc/self/mem
     /proc/nonexistent/x  /proc/self/fd/1
 """)
 paths = sampled_from([*ODD_PATHS, *ODD_PATHS, " ", "new\nline", "n" * 300, "p/" * 2_500, *UNPRINTABLE])
-# Of files, steps and tensors, where a plain name is expected.
+# Names of files, steps and tensors, for keys that expect a plain name.
 names = listed(
     "../x  ../../model/config.json  /etc/passwd  a/b  ²²²  -00001  000000  999999999  state.json  con.safetensors"
 )
@@ -73,7 +73,7 @@ nested = st.builds(
     st.booleans(),
 )
 
-# What YAML has beyond plain values.
+# YAML beyond plain values.
 ODD_YAML = listed(r"""
     ~  yes  0o7  0x1F  1_000  1__0  +1  1.  .5  ._  =  <<  ''  "  "\  "\ud800"  "\udcff\ud800"  "\x1b[2J"  "\N"
     "\U00110000"  .nan  -.inf  .inf

@@ -1,4 +1,4 @@
-"""What the outcome of a case means, what is printed of a bad case, and the counts of a series."""
+"""The verdict on a case, the description of a bad case, and the counts of a series."""
 
 import re
 import shlex
@@ -12,14 +12,14 @@ from fuzzing.values import shown
 from harness import aligned, environment
 
 FAULTS = ("traceback", "hang", "signal", "exit code", "output", "silent", "untrainable")
-LONGEST_LINE = 20_000  # characters; nobody reads a longer line of an error
+LONGEST_LINE = 20_000  # characters; a longer error line counts as unreadable
 MEMBER_FAILED = ("compare",)  # commands whose exit code 1 is documented: a member failed, a reader disagrees
 TRACEBACK = re.compile(r"^Traceback \(most recent call last\):", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """fault: one of `FAULTS` if status is bad. detail: one line."""
+    """The verdict on a case. fault: One of `FAULTS` if status is bad. detail: One line."""
 
     status: Literal["accepted", "refused", "bad"]
     fault: str = ""
@@ -27,7 +27,7 @@ class Verdict:
 
 
 def judge(case: Case, outcome: Outcome) -> Verdict:
-    """The worst that can be said of it."""
+    """Return the verdict on a case: the first fault that applies, or whether it was accepted or refused."""
     err, out = (data.decode(errors="surrogateescape") for data in (outcome.err, outcome.out))
     if outcome.timed_out:
         return Verdict("bad", "hang", f"more than {case.limits[0]:g} s")
@@ -35,7 +35,7 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
         return Verdict("bad", "traceback", "a traceback was printed")
     if outcome.code < 0:
         return Verdict("bad", "signal", f"signal {-outcome.code}")
-    for char in sorted(set(out + err) - {"\n", "\t"}):  # would drive a terminal, or is not UTF-8
+    for char in sorted(set(out + err) - {"\n", "\t"}):  # would control a terminal, or is not UTF-8
         if unicodedata.category(char) in ("Cc", "Cf", "Cs", "Zl", "Zp"):
             return Verdict("bad", "output", f"U+{ord(char):04X}")
     if outcome.code == 0:
@@ -49,18 +49,18 @@ def judge(case: Case, outcome: Outcome) -> Verdict:
 
 
 def refusal_fault(err: str, reads_only: bool) -> str | None:
-    """What is wrong with the stderr of a refusal; None if it is lines `error: ...`, or the usage of an option.
+    """Return what is wrong with the stderr of a refusal; None if it has lines `error: ...`, or a usage message.
 
-    Commands that run a model may have said what they were doing before.
+    Commands that run a model may print status lines before.
     """
     if err.lstrip().startswith(("Usage:", "\u256d\u2500 Error")):  # typer's own, in a box
         return None
     lines = [line for line in err.splitlines() if line]
     errors = [line for line in lines if re.match(r"error: \S", line)]
     if not errors or lines[-1] != errors[-1]:
-        return "the last line is no error"
+        return "the last line is not an error"
     if reads_only and errors != lines:
-        return "a line that is no error"
+        return "a line is not an error"
     return "a line too long to read" if max(map(len, lines)) > LONGEST_LINE else None
 
 
@@ -72,7 +72,7 @@ class Result:
 
 
 def describe(seed: str, result: Result, lines: int = 8) -> str:
-    """A bad case: how to run it again, what was mutated, the command line, the last lines of its output."""
+    """Describe a bad case: how to run it again, the mutation, the command line, the last lines of its output."""
     case, outcome, verdict = result.case, result.outcome, result.verdict
     text = (outcome.out + b"\n" + outcome.err).decode(errors="replace")
     last = [line for line in text.splitlines() if line.strip()][-lines:]
@@ -97,7 +97,7 @@ class Tally:
         self.bad: list[str] = []
 
     def add(self, result: Result) -> None:
-        """Count one."""
+        """Count one result."""
         case, verdict = result.case, result.verdict
         for name in (case.kind, f"qarl {case.command if case.command.isalpha() else '-'}", "all"):
             counts = self.counts.setdefault(name, Counter())
@@ -107,13 +107,13 @@ class Tally:
             self.bad.append(describe(self.seed, result))
 
     def table(self) -> str:
-        """The counts as text."""
+        """Return the counts as text."""
         columns = ["cases", "accepted", "refused", "bad", *FAULTS, "seconds"]
         groups = sorted(self.counts.items(), key=lambda group: (group[0] == "all", group[0].startswith("qarl"), group))
         rows = [[name, *(f"{counts[column]:.0f}" for column in columns)] for name, counts in groups]
         return "\n".join(aligned([["", *columns], *rows]))
 
     def record(self, command: str, seconds: float) -> dict[str, Any]:
-        """The counts as JSON."""
+        """Return counts and bad cases as JSON values."""
         about = {"command": command, "environment": environment(), "seed": self.seed, "seconds": seconds}
         return about | {"counts": self.counts, "bad": self.bad}

@@ -1,6 +1,6 @@
-"""Tiles worth trying, of products and of grouped products.
+"""Candidate tiles of products and grouped products, for tuning.
 
-None of them changes a bit: K is one chain of products in order, whatever the tile.
+No tile changes the result's bits, because products along K are always added in the same order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from qarl_kernels.integers import next_power_of_2
 from qarl_kernels.tuning import Tile
 
-# Output features, warps, stages with few rows, whose time is that of reading the weights.
+# (output features, warps, stages) for few rows, where reading the weights takes most of the time.
 NARROW = ((16, 1, 8), (32, 2, 4), (32, 2, 8), (32, 1, 4), (64, 2, 4), (32, 4, 4))
-# Shapes of `wide`: rows -> (output features, warps, stages). Few stages leave room for a second program on a
-# multiprocessor: with x through the accelerator, two of 128 x 128 fit with 2 stages, three of 64 x 128 with 3.
+# Shapes of `wide`: rows -> (output features, warps, stages). Few stages leave shared memory for a second program on an
+# SM: if x is read by TMA, two programs of 128 x 128 fit with 2 stages, and three of 64 x 128 with 3.
 WIDE: dict[int, tuple[tuple[int, int, int], ...]] = {
     16: ((64, 4, 4), (64, 4, 6)),
     32: ((64, 4, 4), (64, 4, 6)),
@@ -19,25 +19,25 @@ WIDE: dict[int, tuple[tuple[int, int, int], ...]] = {
     128: ((128, 4, 2), (128, 4, 3), (64, 4, 3), (64, 4, 2), (128, 8, 3)),
     256: ((64, 4, 2), (128, 8, 2), (128, 8, 3)),
 }
-# Rows, output features, rows or features at a time, warps, stages of a backward's products.
+# (rows, output features, rows or features per block of the sum, warps, stages) for products of a backward.
 INPUT_GRAD = ((64, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 3))
 INPUT_GRAD += ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3))
 WEIGHT_GRAD = ((128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 64, 4, 3), (128, 128, 32, 8, 5))
 WEIGHT_GRAD += ((128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (64, 128, 64, 4, 4))
-# Rows, output features, warps, stages. A block's sum is scaled and added while the tensor cores rest: two or three
-# programs share a multiprocessor.
+# (rows, output features, warps, stages). The tensor cores idle while a block's sum is scaled and added, so two or three
+# programs share an SM.
 FP8_BLOCK = ((64, 64, 4, 4), (64, 64, 4, 6), (64, 128, 4, 4), (64, 128, 4, 3), (64, 128, 4, 2), (128, 64, 4, 4))
 FP8_BLOCK += ((128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 4), (128, 128, 8, 2))
 
 
 def candidates(family: str, rows: int, grouped: bool = False, gathered: bool = False) -> list[Tile]:
-    """Tiles worth trying.
+    """Return the candidate tiles.
 
     Args:
         family: A family of `qarl_kernels.tuning`, forward or backward.
-        rows: Rows of the product; of a grouped one the mean over its experts.
-        grouped: Whether it is one of experts.
-        gathered: Whether rows are read in an order of their own, one per expert of a token.
+        rows: Rows of the product; for a grouped product the mean per expert.
+        grouped: Whether the product is grouped by expert.
+        gathered: Whether x has one row per token, which is read once per expert of that token.
     """
     if family in ("input_grad", "weight_grad"):
         return [Tile("x_first", *shape) for shape in (INPUT_GRAD if family == "input_grad" else WEIGHT_GRAD)]
@@ -51,7 +51,7 @@ def candidates(family: str, rows: int, grouped: bool = False, gathered: bool = F
 
 
 def heights(rows: int, lowest: int, highest: int) -> Iterable[int]:
-    """Rows of a tile: from a quarter of the rows, for more programs, to twice as many, for experts with more rows."""
+    """Return numbers of rows per tile: from `rows` / 4 (more programs) to 2 * `rows` (experts with more rows)."""
     near = next_power_of_2(rows)
     least, most = max(lowest, min(near // 4, 64)), max(lowest, min(highest, 2 * near))
     return (size for size in (8, 16, 32, 64, 128, 256) if least <= size <= most)
@@ -65,9 +65,9 @@ def _fused(rows: int, grouped: bool, gathered: bool) -> Iterator[Tile]:
     if rows >= 4:
         for block_m in heights(rows, 16, 128 if grouped else 256):
             for n, warps, stages in WIDE[block_m]:
-                if stages > 2:  # by pointers two programs do not fit anyway
+                if stages > 2:  # without TMA two programs do not fit on an SM anyway
                     yield Tile("wide", block_m, n, warps=warps, stages=stages)
-                if not gathered or rows >= 32:  # else the accelerator is not worth that rows be put in order for it
+                if not gathered or rows >= 32:  # with fewer rows, sorting them for TMA costs more than it saves
                     yield Tile("wide", block_m, n, warps=warps, stages=stages, tma=True)
                 if block_m >= 64 and (not gathered or rows >= 32):
                     yield Tile("wide", block_m, n, warps=warps, stages=stages, tma=True, split=True)
@@ -94,7 +94,7 @@ def _fp8_block(rows: int) -> Iterator[Tile]:
 
 
 def _codes(family: str, rows: int, grouped: bool) -> Iterator[Tile]:
-    """16-bit values, INT8 and FP8."""
+    """Yield tiles for 16-bit values, INT8 and FP8."""
     deep = 64 if family == "dense" else 128
     if rows <= 64:
         for block_m in heights(rows, 16, 64):
@@ -112,7 +112,7 @@ def _codes(family: str, rows: int, grouped: bool) -> Iterator[Tile]:
         for m, n, warps, stages in ((128, 128, 8, 4), (128, 128, 8, 3), (128, 128, 4, 3)):
             yield Tile("x_first", m, n, deep, warps, stages)
         yield Tile("w_first", 128, 128, deep, 8, 4)
-        if family == "w8a8":  # integer products are not issued asynchronously: deeper blocks, two programs together
+        if family == "w8a8":  # integer products are not asynchronous, so deeper blocks or two programs per SM help
             yield Tile("x_first", 128, 128, 128, 4, 3)
             yield Tile("x_first", 256, 128, 128, 8, 3)
             yield Tile("x_first", 128, 128, 256, 8, 3)
