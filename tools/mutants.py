@@ -1,10 +1,10 @@
-"""Show what the tests catch: apply one small fault at a time, and run the tests that should fail.
+"""Mutation testing: apply one small fault at a time, and run the tests that should fail.
 
     python tools/mutants.py benchmarks/mutants.yaml --out mutants.json [--only kernels/]
 
-The list has one entry per fault: `file`, `old` (text that occurs exactly once in it), `new`, and `tests` (arguments of
-pytest).
-Run it in a clean checkout: the file is rewritten in place and restored afterwards. Exits with 1 if a mutant survives.
+The YAML list has one entry per fault (mutant): `file`, `old` (text that occurs exactly once in the file), `new`, and
+`tests` (arguments of pytest). Use a clean checkout: files are rewritten in place and restored afterwards. The exit code
+is 1 unless every mutant is killed, which means that its tests fail.
 """
 
 import argparse
@@ -23,7 +23,7 @@ TIMEOUT_S = 900
 
 
 def apply(mutant: dict) -> dict:
-    """Run the tests of one mutant, and restore the file."""
+    """Run the tests of one mutant, restore the file, and return the entry with `result` and `seconds`."""
     path = ROOT / mutant["file"]
     original = path.read_text()
     if original.count(mutant["old"]) != 1:
@@ -38,7 +38,7 @@ def apply(mutant: dict) -> dict:
         code = 1
     finally:
         path.write_text(original)
-    # 2: a mutant that breaks an import at collection also counts as caught. Any other code is an error of the list.
+    # 2: the mutant breaks an import at collection, which also counts. Any other code is an error in the list.
     result = {0: "survived", 1: "killed", 2: "killed"}.get(code, f"pytest ended with {code}")
     return mutant | {"result": result, "seconds": round(time.monotonic() - began, 1)}
 

@@ -1,8 +1,8 @@
-"""Start processes that must end by a time, and end everything that they started.
+"""Start processes with a time limit, and end them with all their descendants.
 
-A process that `start` makes carries a mark in its environment, which everything that it starts inherits, whatever
-session that leads. Before a hung process is killed it prints the stacks of its Python threads, also if it waits in a
-NCCL collective that never returns.
+`start` puts a mark into the environment of a process. All descendants inherit it, also those in a session of their own.
+A hung process prints the stacks of its Python threads before it is killed, even if it waits in an NCCL collective that
+never returns.
 """
 
 import itertools
@@ -20,26 +20,26 @@ from typing import IO
 ROOT = Path(__file__).parents[1]
 SOURCES = [str(ROOT / folder) for folder in (".", "kernels", "quant_formats")]
 DUMP_S = 3.0  # time for a process to print its stacks
-TAIL = 6000  # characters of an output that a failure shows
-_numbers = itertools.count()  # one mark per start, because a process that was started may start others in the same way
+TAIL = 6000  # last characters of an output that are shown after a failure
+_numbers = itertools.count()  # one mark per start, because a started process may itself use `start`
 
 
 @dataclass
 class Started:
-    """A process, and the environment variable that it and everything it starts have, as NAME=VALUE."""
+    """A process, and its mark: the environment variable of it and all its descendants, as NAME=VALUE."""
 
     process: subprocess.Popen[bytes]
     mark: str
 
     def wait(self, limit_s: float) -> int | None:
-        """The exit code, or None if the process still runs after `limit_s`. What it started may be left; see `end`."""
+        """Return the exit code, or None if the process runs longer. Its descendants may still run; see `end`."""
         with suppress(subprocess.TimeoutExpired):
             return self.process.wait(limit_s)
         return None
 
     def end(self, grace_s: float = 0.0) -> None:
-        """End the process and all that it started, `grace_s` seconds after SIGTERM; 0: without, so that the stacks are
-        those of the hang."""
+        """End the process and its descendants, `grace_s` seconds after SIGTERM. 0: no SIGTERM, so that stacks show
+        the hang."""
         deadline = time.monotonic() + grace_s
         for pid in marked(self.mark) if grace_s else ():
             send(pid, signal.SIGTERM)
@@ -69,9 +69,9 @@ def start(
 
 
 def marked(mark: str) -> list[int]:
-    """Processes whose environment had NAME=VALUE at their start, whoever their parents are now.
+    """Return the ids of processes whose environment had the mark NAME=VALUE at their start, whoever their parents are.
 
-    As a rule parents come before their children. A process has no environment while it executes another program.
+    As a rule parents come before their children. A process that is just executing another program may be missing.
     """
     found = []
     for path in Path("/proc").glob("[0-9]*/environ"):
@@ -82,8 +82,8 @@ def marked(mark: str) -> list[int]:
 
 
 def abort(pids: Sequence[int]) -> None:
-    """Let processes that still run print their stacks, and end them: children, which come last, before the parents
-    whose end would kill them."""
+    """Let processes that still run print their stacks, then kill them: children, the last of `pids`, before parents,
+    whose end could end them without stacks."""
     for pid in reversed(pids):
         if not runs(pid):
             continue
@@ -95,13 +95,13 @@ def abort(pids: Sequence[int]) -> None:
 
 
 def tail(file: Path) -> str:
-    """The end of a file, after its name."""
+    """Return the name and the last characters of a file."""
     return f"--- {file.name}\n{file.read_text(errors='replace')[-TAIL:]}"
 
 
-def tails(folder: Path) -> str:
-    """The end of every log below a folder."""
-    return "".join(f"{tail(file)}\n" for file in sorted(folder.rglob("*.log")) if file.is_file())
+def tails(directory: Path) -> str:
+    """Return the last characters of every log below a directory."""
+    return "".join(f"{tail(file)}\n" for file in sorted(directory.rglob("*.log")) if file.is_file())
 
 
 def send(pid: int, number: int) -> None:
@@ -110,7 +110,7 @@ def send(pid: int, number: int) -> None:
 
 
 def runs(pid: int) -> bool:
-    """Whether the process has not ended. A zombie has ended."""
+    """Return whether the process still runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

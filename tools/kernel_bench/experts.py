@@ -1,7 +1,7 @@
-"""The experts of one layer, from normed states and their routing to the weighted sum: qarl's kernels and others'.
+"""Benchmark of one layer's experts, from routed tokens to the weighted sum: qarl's kernels and those of vLLM and torch.
 
-Everything between a token's routing and its output is timed, on both sides: sorting, both products, activation, its
-quantization where the scheme has one, and the sum. Repacking of weights is not.
+Timed are, for every implementation: sorting of the tokens, both products, the activation function, quantization of
+activations (if the scheme has it) and the weighted sum. Repacking of weights is not timed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,35 +20,35 @@ from torch import Tensor
 
 ROUTINGS = ("balanced", "skewed")
 SCHEMES = ("bf16", "w4a16", "w8a8", "fp8", "fp8_block", "w4a8", "nvfp4a16")
-CHECKED = 16  # tokens whose output is computed in float32
-# Relative Frobenius error: activations in 8 bits cost 3e-2 in two products, a wrong scale or expert 1.
+CHECKED = 16  # number of tokens whose output is compared with float32
+# Relative Frobenius error: two products with 8-bit activations have 3e-2, a wrong scale or expert about 1.
 TOLERANCE = 8e-2
 
 
 @dataclass(frozen=True)
 class Routing:
-    """experts: (T, k) int32, ascending; weights: (T, k) float32."""
+    """The experts of each token, (T, k) int32 in ascending order, and their weights, (T, k) float32."""
 
     experts: Tensor
     weights: Tensor
 
 
 def make_routing(kind: str, tokens: int, sizes: Shape, device: torch.device) -> Routing:
-    """balanced: every expert as likely as another. skewed: the chance of the n-th expert is proportional to 1 / n."""
+    """Return a random routing. kind: `balanced` (experts are equally likely) or `skewed` (n-th expert: ~ 1 / n)."""
     generator = torch.Generator(device).manual_seed(tokens)
     chances = torch.ones(sizes.experts, device=device)
     if kind == "skewed":
         chances /= torch.arange(1, sizes.experts + 1, device=device)
-    drawn = torch.multinomial(chances.expand(tokens, -1), sizes.per_token, generator=generator)
+    sampled = torch.multinomial(chances.expand(tokens, -1), sizes.per_token, generator=generator)
     weights = torch.rand(tokens, sizes.per_token, generator=generator, device=device) + 0.1
-    return Routing(drawn.sort(dim=-1).values.int(), weights / weights.sum(-1, keepdim=True))
+    return Routing(sampled.sort(dim=-1).values.int(), weights / weights.sum(-1, keepdim=True))
 
 
 Bind = Callable[[Tensor, Routing], Call]
 
 
 class Experts:
-    """The weights of one layer in one scheme. gate_up: (E * 2 I, H), gate and up per expert; down: (E * H, I)."""
+    """Weights of a layer's E experts in one scheme, hidden size H: gate_up (E * 2 I, H), down (E * H, I)."""
 
     def __init__(self, scheme: str, sizes: Shape, group_size: int, device: torch.device) -> None:
         self.scheme, self.sizes, self.kernels = scheme, sizes, device.type == "cuda"
@@ -60,12 +60,12 @@ class Experts:
         )
 
     def stored(self, suffix: str) -> list[Tensor]:
-        """A stored tensor of both weights as vLLM holds it: (E, rows, columns)."""
+        """Return one stored tensor of gate_up and of down in vLLM's layout, (E, rows, columns)."""
         tensors = (weight.tensors[suffix] for weight in (self.gate_up, self.down))
         return [tensor.view(self.sizes.experts, -1, *tensor.shape[1:]) for tensor in tensors]
 
     def expected(self, x: Tensor, routing: Routing, tokens: Tensor) -> Tensor:
-        """Float32 outputs of a few tokens, without quantization of activations: (tokens, H)."""
+        """Return float32 outputs (number of `tokens`, H) without quantization of activations. tokens: Indices in x."""
         values = (weight.dequantize(torch.bfloat16, kernels=self.kernels) for weight in (self.gate_up, self.down))
         gate_up, down = (value.view(self.sizes.experts, -1, value.shape[1]) for value in values)
         found = torch.zeros(len(tokens), self.sizes.hidden, device=x.device)
@@ -77,7 +77,7 @@ class Experts:
 
 
 def qarl(experts: Experts) -> Bind:
-    """As the fused layer runs them."""
+    """Return qarl's implementation, as its fused layer runs it."""
     from qarl_kernels import quantize
     from qarl_kernels.moe.combine import combine
     from qarl_kernels.moe.dispatch import groups_of
@@ -105,7 +105,7 @@ def qarl(experts: Experts) -> Bind:
 
 
 def vllm_triton(experts: Experts) -> Bind:
-    """vLLM's Triton kernel: bf16, FP8 and INT8 with a scale per row and token, FP8 in blocks."""
+    """Return vLLM's Triton kernel: bf16, FP8 and INT8 (scales per weight row and token), FP8 with scales per block."""
     from vllm.model_executor.layers.fused_moe import config
     from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
 
@@ -127,9 +127,9 @@ def vllm_triton(experts: Experts) -> Bind:
 
 
 def vllm_marlin(experts: Experts) -> Bind:
-    """Marlin, repacked as vLLM's compressed-tensors method does."""
+    """Return Marlin, with weights repacked as in vLLM's compressed-tensors method."""
     if experts.scheme != "w4a16":
-        raise RuntimeError("Marlin is for w4a16 here")
+        raise RuntimeError("Marlin is only measured for w4a16")
     from vllm import _custom_ops as ops
     from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
     from vllm.model_executor.layers.quantization.utils.marlin_utils import marlin_moe_permute_scales
@@ -155,9 +155,9 @@ def vllm_marlin(experts: Experts) -> Bind:
 
 
 def torch_grouped(experts: Experts) -> Bind:
-    """bf16 as transformers runs its experts by torch's grouped product."""
+    """Return torch's grouped product in bf16, as transformers uses it for experts."""
     if experts.scheme != "bf16" or not hasattr(torch, "_grouped_mm"):
-        raise RuntimeError("torch's grouped product is for bf16, and not in every torch")
+        raise RuntimeError("torch._grouped_mm supports only bf16, or this torch does not have it")
     gate_up, down = (weight.transpose(1, 2) for weight in experts.stored("weight"))
 
     def bind(x: Tensor, routing: Routing) -> Call:
@@ -184,7 +184,7 @@ PEERS = {"vllm_triton": vllm_triton, "vllm_marlin": vllm_marlin, "torch_grouped"
 def expert_rows(
     stopwatch: Stopwatch, reps: int, group_size: int, model: str, scheme: str, many: Sequence[int]
 ) -> Iterator[Row]:
-    """One row for every kernel, routing and number of tokens; one that did not run has `skipped`, the reason."""
+    """Yield one row per kernel, routing and number of tokens; `skipped` is the reason why a kernel did not run."""
     sizes, device = SHAPES[model], stopwatch.device
     base: Row = {"section": f"experts {scheme}", "model": model}
     experts = Experts(scheme, sizes, group_size, device)

@@ -1,4 +1,4 @@
-"""Time on the device, and whether a result is right."""
+"""Measure the time of a call on the device, and check its result."""
 
 import statistics
 import time
@@ -14,13 +14,13 @@ Row = dict[str, Any]
 Call = Callable[[], Tensor]
 
 FLUSH_BYTES = 256 << 20  # more than any L2 cache
-TOLERANCE = 1e-2  # relative Frobenius error: bf16 outputs are within 2e-3, a wrong scale or tile is not within this
+TOLERANCE = 1e-2  # relative Frobenius error: correct bf16 outputs have at most 2e-3, a wrong scale or tile has more
 CHECKED_ROWS = 256
-CYCLES_PER_SECOND = 2e9  # of a GPU's clock, about: `torch.cuda._sleep` counts cycles
+CYCLES_PER_SECOND = 2e9  # approximate clock of a GPU: `torch.cuda._sleep` counts cycles
 
 
-# What a kernel may raise for a shape, a device or a version that it does not support. Peers raise all of these, and
-# one case that fails is a line of the report, not the end of the run.
+# What a kernel may raise for a shape, device or version that it does not support. Kernels of other libraries raise all
+# of these. A case that fails becomes a line of the report and does not end the run.
 ERRORS = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ImportError, KeyError, TritonError)
 
 
@@ -29,17 +29,17 @@ class Wrong(ValueError):
 
 
 class Late(RuntimeError):
-    """The host did not queue work as fast as the device did it, so a time would be the host's."""
+    """The host queued calls more slowly than the device ran them, so a time would be the host's."""
 
 
 def reason(error: BaseException) -> str:
-    """The first line of an error, for the report."""
+    """Return the type and the first line of an error, for the report."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def build_all(builders: dict[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
-    """What each builder makes, and why those that failed did."""
+    """Return the results of the builders that succeeded, and the reasons of those that failed, by name."""
     made, skipped = {}, {}
     for who, build in builders.items():
         try:
@@ -50,14 +50,14 @@ def build_all(builders: dict[str, Callable[[], T]]) -> tuple[dict[str, T], dict[
 
 
 class Stopwatch:
-    """Median microseconds of a call on the current device, with a cold L2 cache and a host that is ahead of it."""
+    """Measures calls on the current device with a cold L2 cache, all queued before the first of them runs."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
 
     def microseconds(self, call: Callable[[], object], reps: int) -> float:
-        """Events around each call; before each the cache is overwritten. The device sleeps until all is queued."""
+        """Return the median time of a call. Raises Late if the device waited for the host too often."""
         call()
         torch.cuda.synchronize(self.device)
         begin = time.perf_counter()
@@ -75,7 +75,7 @@ class Stopwatch:
         raise Late(f"the device waited for the host in {3 * reps - len(times)} of {3 * reps} calls; nothing was timed")
 
     def _queue(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event, bool]:
-        """Events before and after a call, and whether the device was still busy with earlier work then."""
+        """Queue a call; return the events around it, and whether the device was still busy with earlier work."""
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self.flush.zero_()
         start.record()
@@ -85,23 +85,23 @@ class Stopwatch:
 
 
 def poison(m: int, n: int, device: torch.device) -> None:
-    """Leave NaN in the memory that an output of (m, n) is likely to get: torch's allocator hands blocks out again."""
+    """Leave NaN in the memory that an output of (m, n) is likely to get, because torch's allocator reuses blocks."""
     blocks = [torch.full((m, n), torch.nan, dtype=dtype, device=device) for dtype in (torch.bfloat16, torch.float32)]
     del blocks
 
 
 def picked_rows(m: int, device: torch.device, most: int = CHECKED_ROWS) -> Tensor:
-    """Indices of at most `most` of m rows, evenly spread, the first and the last among them. int64."""
+    """Return int64 indices of at most `most` of m rows, evenly spread, with the first and the last."""
     return torch.linspace(0, m - 1, min(m, most), dtype=torch.float64, device=device).round().long()
 
 
 def check(
     result: Tensor, expected: Tensor, rows: Tensor, shape: tuple[int, int], tolerance: float = TOLERANCE
 ) -> float:
-    """Relative Frobenius error of result[rows] against expected, after all of result is found to be finite.
+    """Return the relative Frobenius error of result[rows] against `expected`.
 
     Raises:
-        Wrong: shape, a value that is not finite, or an error above the tolerance.
+        Wrong: `result` has another shape or a value that is not finite, or the error is not below the tolerance.
     """
     if tuple(result.shape) != shape:
         raise Wrong(f"wrong shape {tuple(result.shape)}, not {shape}")
@@ -123,16 +123,16 @@ def measured(
     shape: tuple[int, int],
     tolerance: float = TOLERANCE,
 ) -> Row:
-    """Check a kernel and time it: `us`, `tflops` and `relative_error`, or `skipped`, the reason.
+    """Check a kernel and time it; return `us`, `tflops` and `relative_error`, or `skipped`, the reason.
 
     Args:
-        make: Makes the call.
+        make: Returns the call to check and time.
         stopwatch: Times it.
-        reps: Timed calls; at most 7 for 4096 rows and more, since long calls vary less.
-        flops: Of a call.
+        reps: Number of timed calls; at most 7 are made for 4096 rows and more, because long calls vary less.
+        flops: Floating-point operations of one call.
         expected: float32 values of the result's `rows`.
-        rows: Indices.
-        shape: Of the result.
+        rows: Indices of the rows to check, see `picked_rows`.
+        shape: Shape of the result.
         tolerance: Largest relative error.
     """
     try:
@@ -140,6 +140,6 @@ def measured(
         poison(*shape, stopwatch.device)
         error = check(call(), expected, rows, shape, tolerance)
         us = stopwatch.microseconds(call, reps if shape[0] < 4096 else min(reps, 7))
-    except ERRORS as failure:  # ours are reported in the same way: one shape must not end the run
+    except ERRORS as failure:  # also qarl's kernels: one shape must not end the run
         return {"skipped": reason(failure)}
     return {"us": us, "tflops": flops / us / 1e6, "relative_error": error}

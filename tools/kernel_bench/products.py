@@ -1,7 +1,7 @@
-"""Products of a linear layer: qarl's kernels beside those of vLLM 0.24 (Marlin, Machete, CUTLASS) and torch.
+"""Products of a linear layer with qarl's kernels, those of vLLM 0.24 (Marlin, Machete, CUTLASS) and torch.
 
-What builds a kernel's product raises if there is none; what is raised becomes the reason in the report. Repacking
-happens there, outside the timed call.
+Each kernel has a builder, which repacks the weight outside the timed call. It raises if the kernel is missing or does
+not support the problem; the report then shows that error as the reason.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,11 +18,11 @@ from qarl_formats.weight import LowBitWeight, quantize_weight
 from qarl_kernels.quantize import activation_codes
 from torch import Tensor
 
-Maker = Callable[[int], Call]  # rows -> a product that is ready to run; may raise what a peer raises
+Maker = Callable[[int], Call]  # number of rows -> a product that is ready to run; may raise `ERRORS`
 
 
 def quantized(scheme: str, master: Tensor, group: int, kernels: bool = False) -> LowBitWeight:
-    """A float32 master (N, K) in a scheme. group: Input features that share a scale, if the scheme has groups."""
+    """Quantize a float32 master weight (N, K). group: Input features that share a scale, if the scheme has groups."""
     if scheme in ("dense", "bf16"):
         return LowBitWeight.of_values(master.bfloat16())
     kind = make_scheme(scheme, group if scheme in grouped_names() else None)
@@ -35,10 +35,10 @@ class Problem:
 
     Attributes:
         scheme: One of `SCHEMES`.
-        weight: As the learner multiplies it.
-        x: (M, K) bf16, for the most rows.
-        codes, scale: Of x, if the scheme quantizes activations.
-        values: float32 (N, K), what the product reads of the weight.
+        weight: The quantized weight, as the learner multiplies by it.
+        x: (M, K) bf16; M is the largest number of rows to measure.
+        codes, scale: x quantized, if the scheme quantizes activations.
+        values: float32 (N, K), the dequantized weight as the product reads it.
     """
 
     scheme: str
@@ -49,12 +49,12 @@ class Problem:
     values: Tensor
 
     def expected(self, rows: Tensor) -> Tensor:
-        """The float32 product of these rows."""
+        """Return the float32 product of the rows with these indices."""
         return self.weight.rounded_input(self.x[rows].float()) @ self.values.t()
 
 
 def make_problem(scheme: str, n: int, k: int, m: int, group: int, device: torch.device) -> Problem:
-    """Random operands. The weight is quantized by plain torch."""
+    """Return a problem with random operands. Plain torch quantizes the weight."""
     master = torch.randn(n, k, device=device, generator=torch.Generator(device).manual_seed(n + k)).mul_(0.02)
     x = torch.randn(m, k, device=device, generator=torch.Generator(device).manual_seed(k)).to(torch.bfloat16)
     weight = quantized(scheme, master, group)
@@ -83,7 +83,7 @@ def _vllm() -> Any:
 
 
 def _marlin(problem: Problem) -> Maker:
-    """Marlin: 16-bit or int8 activations, as `MarlinLinearKernel` prepares and `apply_gptq_marlin_linear` calls it."""
+    """Return Marlin (16-bit or int8 activations), as in `MarlinLinearKernel` and `apply_gptq_marlin_linear`."""
     ops = _vllm()
     from vllm.model_executor.layers.quantization.utils import marlin_utils as utils
     from vllm.scalar_type import scalar_types
@@ -116,7 +116,7 @@ def _marlin(problem: Problem) -> Maker:
 
 
 def _machete(problem: Problem) -> Maker:
-    """Machete, as `MacheteLinearKernel` prepares and calls it."""
+    """Return Machete, as in `MacheteLinearKernel`."""
     ops = _vllm()
     from vllm.scalar_type import scalar_types
 
@@ -129,7 +129,7 @@ def _machete(problem: Problem) -> Maker:
 
 
 def _cutlass(problem: Problem) -> Maker:
-    """vLLM's CUTLASS products of int8 or e4m3 codes with a scale per row and per output, or per block."""
+    """Return vLLM's CUTLASS products of int8 or e4m3 codes, with a scale per row and per output, or per block."""
     ops = _vllm()
     codes, scale, b = problem.codes, problem.scale, problem.weight.tensors["weight"].t()
     s_w = problem.weight.tensors["weight_scale"].float()
@@ -146,7 +146,7 @@ def _cutlass(problem: Problem) -> Maker:
 
 
 def _scaled_mm(problem: Problem) -> Maker:
-    """torch._scaled_mm with a scale per row and per output; fast accumulation, as CUTLASS and qarl have it."""
+    """Return torch._scaled_mm with a scale per row and per output, and fast accumulation as in CUTLASS and qarl."""
     codes, scale, b = problem.codes, problem.scale, problem.weight.tensors["weight"].t()
     s_w = problem.weight.tensors["weight_scale"].float().t().contiguous()
     how = {"scale_b": s_w, "out_dtype": torch.bfloat16, "use_fast_accum": True}
@@ -154,13 +154,13 @@ def _scaled_mm(problem: Problem) -> Maker:
 
 
 def _cublas(problem: Problem) -> Maker:
-    """torch.mm in bf16: what the layer costs when it is not quantized. Activations as the scheme rounds them."""
+    """Return torch.mm in bf16, the cost of an unquantized layer; activations have the values that the scheme gives."""
     b, x = problem.values.to(torch.bfloat16).t(), problem.weight.rounded_input(problem.x)
     return lambda m: lambda: torch.mm(x[:m], b)
 
 
 def peers(scheme: str) -> dict[str, Callable[[Problem], Maker]]:
-    """What builds each peer of a scheme."""
+    """Return the builders of the other libraries' kernels for a scheme, by name."""
     found: dict[str, Callable[[Problem], Maker]] = {"cublas_bf16": _cublas}
     if scheme == "w4a16":
         return found | {"marlin": _marlin, "machete": _machete}
@@ -174,7 +174,7 @@ def peers(scheme: str) -> dict[str, Callable[[Problem], Maker]]:
 def product_rows(
     stopwatch: Stopwatch, reps: int, group: int, layer: Layer, scheme: str, many: Sequence[int]
 ) -> Iterator[Row]:
-    """One row for every kernel and number of rows; a kernel that did not run has `skipped`, the reason."""
+    """Yield one report row per kernel and number of rows; `skipped` is the reason why a kernel did not run."""
     base = {"section": scheme, "model": layer.model, "layer": layer.name, "n": layer.n, "k": layer.k}
     problem = make_problem(scheme, layer.n, layer.k, max(many), group, stopwatch.device)
     bound, skipped = build_all({who: partial(build, problem) for who, build in {"qarl": qarl, **peers(scheme)}.items()})

@@ -1,4 +1,4 @@
-"""What `tools/tune_kernels.py` times, on random operands, and the table that it writes."""
+"""The products that `tools/tune_kernels.py` times, with random operands, and the format of the table that it writes."""
 
 import json
 from dataclasses import asdict
@@ -18,16 +18,16 @@ from qarl_kernels.tuning import BACKWARD, SECTIONS, Shape, Tile, lookup
 from torch import Tensor
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 16384)
-PRODUCTS = ("gate_up", "down")  # of experts
+PRODUCTS = ("gate_up", "down")  # the two products of an expert
 TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 4096, 16_384)
-BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training forward has no fewer
+BACKWARD_TOKENS = (1024, 4096, 16_384)  # a training batch has no fewer
 
 
 class Problem:
-    """Random operands of one family and shape, and the product of m rows with a given tile."""
+    """Random operands of one kernel family and shape, and the product of m rows with a given tile."""
 
-    section, numbers = "tiles", ROWS  # of a table that measures all
-    grouped: dict[str, Any] = {}  # noqa: RUF012 - arguments of a grouped product: its groups, and whether rows are gathered
+    section, numbers = "tiles", ROWS  # section of the table, default numbers of rows
+    grouped: dict[str, Any] = {}  # noqa: RUF012 - arguments of a grouped product: `groups`, and whether rows are `gathered`
 
     def __init__(self, family: str, n: int, k: int, device: torch.device, group: int = 128) -> None:
         self.family, self.n, self.k, self.device = family, n, k, device
@@ -64,35 +64,35 @@ class Problem:
 
     @property
     def key(self) -> str:
-        """What stands for the shape in a table."""
+        """Key of the shape in a table."""
         return f"{self.n}x{self.k}"
 
     def limit(self, m: int) -> int:
-        """Rows as a table counts them."""
+        """Return the number of rows that the table has for m: tokens times experts per token in a grouped product."""
         return m
 
     def known(self, m: int) -> Tile:
-        """What the tables give now. After `rows`."""
+        """Return the tile that the tables give now. Call `rows` before."""
         rows = self.grouped["groups"].rows if self.grouped else m
         return lookup(self.family, self.n, self.k, rows, self.x, **self.grouped)
 
     def candidates(self, m: int) -> list[Tile]:
-        """Tiles worth trying for m rows."""
+        """Return the tiles to try for m rows."""
         return candidates(self.family, m)
 
     def comparable(self, tile: Tile) -> bool:
-        """Whether what a tile gives must have the bits of the others."""
-        return bool(self.grouped) or tile.way != "dequantized"  # here of other codes, see `product`
+        """Whether the result of a tile must have the same bits as those of other tiles."""
+        return bool(self.grouped) or tile.way != "dequantized"  # `product` gives this way other codes
 
     def timed(self, tile: Tile) -> object:
-        """What is timed of `product`."""
+        """Run the part of `product` that is timed."""
         return self.product(tile)
 
     def product(self, tile: Tile) -> Tensor:
-        """The result of m rows, after `rows(m)`."""
+        """Return the product of m rows. Call `rows(m)` before."""
         family, x, dtype, how = self.family, self.x, torch.bfloat16, {**self.grouped, "tile": tile}
         if family == "w4a16" and tile.way == "dequantized" and not self.grouped:
-            packed = self.tiled.view(self.n, -1)  # as many words; their order does not matter to the time
+            packed = self.tiled.view(self.n, -1)  # the same number of words; their order does not affect the time
             scale = self.scale_w.expand(-1, self.k // 128).bfloat16().contiguous()
             return gemm.dense(x, w4a16.dequantize_int4(packed, scale, None, self.k, dtype))
         if family == "w4a16":
@@ -117,10 +117,10 @@ class Problem:
 
 
 class GroupedProblem(Problem):
-    """Random operands of a family and one of a layer's two products, and the product of m tokens with a given tile.
+    """Random operands of one kernel family and one product of a layer's experts, and its result for m tokens.
 
-    All experts are equally likely. gate_up reads a row per token, down a row for each of its experts. In a backward,
-    `input_grad` and `weight_grad`, n and k are those of the forward's weight.
+    All experts are equally likely. gate_up reads one row per token, down one row per token and expert. In the families
+    of the backward pass, `input_grad` and `weight_grad`, n and k are those of the weight in the forward pass.
     """
 
     section, numbers = "experts", TOKENS
@@ -164,7 +164,7 @@ class GroupedProblem(Problem):
         return candidates(self.family, cdiv(self.limit(m), self.sizes.experts), True, self.gathered)
 
     def timed(self, tile: Tile) -> object:
-        if self.family == "weight_grad":  # adds to what is there, which `product` has to clear
+        if self.family == "weight_grad":  # adds to `into`, which `product` has to clear
             return backward.grouped_weight_grad(self.dy, self.x, self.groups, self.gathered, self.into, tile)
         return self.product(tile)
 
@@ -179,7 +179,7 @@ class GroupedProblem(Problem):
 
 
 def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
-    """The fields of a tile that differ from their defaults."""
+    """Return the fields of a tile that differ from their defaults."""
     if tile is None:
         return None
     default = Tile(tile.way)
@@ -187,7 +187,7 @@ def dump_tile(tile: Tile | None) -> dict[str, Any] | None:
 
 
 def format_table(data: dict[str, Any]) -> str:
-    """A table as JSON text, one shape per line."""
+    """Return a table as JSON text with one shape per line."""
     parts = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key not in SECTIONS]
     for section in SECTIONS:
         families = []
