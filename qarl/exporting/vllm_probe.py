@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qarl.rollout.vllm.own_kernels.limits import import_model_class, known_limits
+from qarl.rollout.vllm.own_kernels.limits import import_model_class, known_limits, request_amx
 from qarl.rollout.vllm.sandbox import keep_compiled_code_private, without_listening_sockets
 from qarl.rollout.vllm.settings import ENVIRONMENT as COMMON
 
@@ -34,6 +34,7 @@ def probe(request: dict[str, Any]) -> dict[str, Any]:
         return {"unsupported": unsupported}
     memory = {} if current_platform.is_cpu() else {"gpu_memory_utilization": request["memory_frac"]}
     keep_compiled_code_private()
+    request_amx()
     import_model_class(Path(request["checkpoint"]))
     with without_listening_sockets("gloo" if current_platform.is_cpu() else "nccl"):
         engine = LLM(

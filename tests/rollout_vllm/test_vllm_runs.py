@@ -16,8 +16,11 @@ from tiny_runs import settings, write_config
 pytestmark = [pytest.mark.slow, needs_cpu_build]
 
 # vLLM's INT8 product as it is without `keep_int8_scales_alive`, from the publish after the second step on: it reads its
-# scales by address, and a reload frees them. What is there afterwards is chance; here it is NaN.
+# scales by address, and a reload frees them. What is there afterwards is chance; here it is NaN. With AMX vLLM uses
+# another product.
 FORGET_SCALES = """
+import torch
+torch.cpu._is_amx_tile_supported = lambda: False
 from qarl.rollout.vllm.engine import VLLMEngine
 real = VLLMEngine.publish
 def publish(self, snapshot):

@@ -1,4 +1,4 @@
-"""Quantization formats that vLLM's kernels do not support or compute inexactly, and two workarounds.
+"""Quantization formats that vLLM's kernels do not support or compute inexactly, and workarounds.
 
 Importing this module does not import vLLM.
 """
@@ -95,6 +95,17 @@ def keep_int8_scales_alive() -> None:
         return handle
 
     ops.create_onednn_scaled_mm = keeping  # type: ignore[assignment]
+
+
+def request_amx() -> None:
+    """Ask Linux for the AMX tile registers, which vLLM's kernels use on a CPU that has them.
+
+    vLLM asks only in some products. Without this it ended with an illegal instruction on a checkpoint of 8-bit integer
+    weights and activations (observed with 0.32).
+    """
+    import torch
+
+    torch.cpu._init_amx()  # False, and no effect, without AMX
 
 
 def import_model_class(checkpoint: Path) -> None:

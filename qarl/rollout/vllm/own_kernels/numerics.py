@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from qarl.errors import UserError
 from qarl.rollout.vllm.numerics import Numerics
 from qarl.rollout.vllm.own_kernels.head import Float32Head, use_float32_head
-from qarl.rollout.vllm.own_kernels.limits import import_model_class, keep_int8_scales_alive, known_limits
+from qarl.rollout.vllm.own_kernels.limits import (
+    import_model_class,
+    keep_int8_scales_alive,
+    known_limits,
+    request_amx,
+)
 from qarl.rollout.vllm.own_kernels.loaded_model import LoadedModel
 from qarl.rollout.vllm.own_kernels.loading import Loader, stored
 from qarl.rollout.vllm.own_kernels.tensor_parallel import Shard, all_agree, rendezvous, shard_fingerprints
@@ -37,6 +42,7 @@ class OwnKernels(Numerics):
     def starting(self) -> Iterator[None]:
         settings = self._settings
         keep_int8_scales_alive()
+        request_amx()
         import_model_class(settings.checkpoint)
         backend = "nccl" if settings.on_gpu else "gloo"
         groups = without_listening_sockets(backend)
