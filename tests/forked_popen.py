@@ -19,7 +19,7 @@ class ForkedPopen:
 
     Args:
         args: As `Popen` takes it: Python with `-c CODE`, `-m MODULE` or a script, and arguments.
-        body: What runs in the fork, given `args`, instead of its program.
+        body: Function that the fork calls with `args` instead of running the program.
         stdin: The fork reads nothing, whatever this is.
         stderr: A file, or `subprocess.STDOUT`.
     """

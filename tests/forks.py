@@ -38,13 +38,14 @@ MOST = 1 << 17  # bytes of an order
 
 
 def start_server() -> Callable[[], None]:
-    """Have a server, which has imported nothing yet; returns what ends it.
-
-    One thread: a process whose thread pool has started cannot be forked.
-    """
+    """Start the server, which has imported nothing yet; return a function that ends it."""
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ[ADDRESS] = folder.name
-    environment = {**os.environ, "PYTHONPATH": _paths(), "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": _paths(),
+        "OMP_NUM_THREADS": "1",
+    }  # a process with a thread pool cannot fork
     command = [sys.executable, __file__]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     while not Path(folder.name, "ready").exists() and server.poll() is None:
@@ -61,7 +62,7 @@ class Fork:
     """A process that runs an order, with the interface of `Popen`. It ends when this is gone.
 
     Args:
-        tier: Of `TIERS`.
+        tier: Key of `TIERS`.
         out, err: Files for what it prints; the same one for both is allowed.
         environment: Its variables. Default: this process's.
         order: What the tier's `run` takes.
@@ -78,7 +79,7 @@ class Fork:
         self.pid = int(self._connection.recv(MOST))  # empty if the server has failed
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; negative: the signal that ended it."""
+        """Wait and return the exit code; negative: the signal that ended the process."""
         if self.returncode is None:
             if not select.select([self._connection], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("a fork", timeout or 0)
@@ -169,7 +170,7 @@ def _run(tier: str, out: str, err: str, environment: Mapping[str, str], order: d
 
 
 def become(environment: Mapping[str, str], keep: tuple[int, ...] = ()) -> None:
-    """What an exec would leave of this process, which has its own stdin, stdout and stderr already. keep: files."""
+    """Reset this process as an exec would, except for stdin, stdout and stderr. keep: Files that stay open."""
     gc.freeze()  # or a file of the parent's closes a descriptor of the child's
     faulthandler.disable()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -185,7 +186,7 @@ def become(environment: Mapping[str, str], keep: tuple[int, ...] = ()) -> None:
 
 
 def run_program(arguments: list[str]) -> None:
-    """What `python ARGUMENTS` runs: `-c CODE`, `-m MODULE` or a script, and its arguments."""
+    """Run what `python ARGUMENTS` runs: `-c CODE`, `-m MODULE` or a script, with its arguments."""
     program, *rest = arguments
     if program == "-c":
         sys.argv = ["-c", *rest[1:]]
@@ -200,7 +201,7 @@ def run_program(arguments: list[str]) -> None:
 
 
 def redirect(places: Mapping[int, str]) -> None:
-    """Let this process's file descriptors be those files, emptied."""
+    """Redirect this process's file descriptors to these files, which are emptied."""
     for fd, path in places.items():
         target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
         os.dup2(target, fd)
@@ -208,7 +209,7 @@ def redirect(places: Mapping[int, str]) -> None:
 
 
 def leave(end: BaseException | None = None) -> Never:
-    """End as an interpreter does, without taking down what was imported."""
+    """End as an interpreter does, but without the teardown of imported modules."""
     code: Any = 0 if end is None else 1
     if isinstance(end, SystemExit):
         code = end.code

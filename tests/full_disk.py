@@ -7,7 +7,7 @@ import pytest
 
 
 def fill_disk(patch: pytest.MonkeyPatch, after: int = 0, code: int = errno.ENOSPC) -> None:
-    """It takes that many files more, then fsync fails with that errno, as on a disk that delays allocation."""
+    """Let fsync fail with that errno after that many more files, as on a full disk with delayed allocation."""
     real, seen = os.fsync, []
 
     def fsync(fd: int) -> None:

@@ -1,4 +1,4 @@
-"""Triton's interpreter as tests have it: without work that it repeats, which is more than half of a test's time."""
+"""Speed up Triton's interpreter for tests: skip repeated work, which takes more than half of a test's time."""
 
 import contextlib
 import dataclasses
@@ -10,14 +10,14 @@ from triton.runtime import interpreter
 
 
 def prepare() -> None:
-    """Change the interpreter of this process. Where another Triton's is built otherwise, it stays as slow as it is."""
+    """Patch the interpreter of this process. The interpreter of another Triton version may stay unpatched and slow."""
     for change in (_patch_once_a_launch, _look_dtypes_up_once, _share_shapes, _leave_overflows):
         with contextlib.suppress(AttributeError, TypeError):
             change()
 
 
 def _leave_overflows() -> None:
-    """Whether an integer overflows is computed, and told to nobody."""
+    """Skip the detection of integer overflows, whose result is not used."""
     options = interpreter.interpreter_builder.options
     if not options.debug:
         interpreter.interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=False)
@@ -49,7 +49,7 @@ def _patch_once_a_launch() -> None:
 
 
 def _look_dtypes_up_once() -> None:
-    """Each look-up makes the whole table of numpy's dtypes."""
+    """Cache dtype look-ups, each of which builds the whole table of numpy's dtypes."""
     real, known = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
 
     def numpy_dtype(dtype: Any) -> Any:
@@ -60,7 +60,7 @@ def _look_dtypes_up_once() -> None:
 
 
 def _share_shapes() -> None:
-    """A block's type is made for every result, and checks its shape as if it were new. Its tensor wraps each size."""
+    """Cache the shapes of blocks, which are checked and wrapped again for every result."""
     real = language.block_type.__init__
     made: dict[tuple[int, ...], _Shape] = {}
     held: dict[int, _Shape] = {}  # by the id of what Triton has as a shape, all of which `made` keeps

@@ -1,4 +1,4 @@
-"""Plain-torch definitions of kernels that several test directories compare with, and no product code runs."""
+"""Plain-torch definitions of kernels, used only by tests of several directories."""
 
 import torch
 from qarl_kernels.draw import LARGEST, LEAST, SMALLEST, STEP

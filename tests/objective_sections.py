@@ -11,5 +11,5 @@ _OBJECTIVE: TypeAdapter[ObjectiveConfig] = TypeAdapter(AnyObjective)
 
 
 def objective_config(**keys: Any) -> ObjectiveConfig:
-    """The `objective` section of these keys; the default objective without a name."""
+    """Return the `objective` section with these keys; without `name`, the default objective."""
     return _OBJECTIVE.validate_python(keys)

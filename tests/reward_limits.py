@@ -1,4 +1,4 @@
-"""Time limits of rewards for the calls alone that are to run out of them, however busy the machine is."""
+"""Apply the time limit of rewards only to calls that should exceed it, so that busy machines fail no test."""
 
 from collections.abc import Collection
 from typing import Any
@@ -9,7 +9,7 @@ from qarl.rewards.process import Task, Worker
 
 
 def limit_only(monkeypatch: pytest.MonkeyPatch, hanging: Collection[str]) -> None:
-    """Let `reward.timeout_s` hold for calls with one of these completions; retries go on until all had theirs."""
+    """Apply `reward.timeout_s` only to calls with one of these completions; retry until all had their call."""
     send = Worker.send
 
     def patient(worker: Worker, task: Task, arguments: dict[str, Any], limit_s: float) -> None:

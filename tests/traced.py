@@ -1,4 +1,4 @@
-"""Run a command that must end by a time, and show where it stood if it does not."""
+"""Run a command with a time limit, and show its stacks if it exceeds the limit."""
 
 import subprocess
 import tempfile
@@ -14,7 +14,7 @@ def run_traced(
     """Run a command; returns its exit code and what it printed.
 
     Raises:
-        TimeoutError: It took longer; the message has what was printed, the stacks of its processes included.
+        TimeoutError: It took longer; the message has its output, with the stacks of its processes.
     """
     with tempfile.TemporaryDirectory() as place:
         files = Path(place, "stdout"), Path(place, "stderr")

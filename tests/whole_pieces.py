@@ -1,4 +1,4 @@
-"""Whole tensors as the pieces that a single process saves."""
+"""Turn whole tensors into the pieces that a single process saves."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,7 @@ from qarl.storage.pieces import Piece
 
 
 def whole_pieces(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[Piece]:
-    """Return one piece per tensor. tensors: group to name to tensor."""
+    """Return one piece per tensor. tensors: Group -> name -> tensor."""
     return [
         Piece(group, name, tuple(tensor.shape), 0, tensor.detach().reshape(-1))
         for group, members in tensors.items()

@@ -27,7 +27,7 @@ def write_config(folder: Path, **sections: dict[str, Any]) -> Path:
 
 
 def step_record(step: int, **values: float | None) -> dict[str, Any]:
-    """Return a metrics record of plausible numbers; `values` replace them, with `__` for the slash in names."""
+    """Return a metrics record of plausible numbers. values: Replacements, with `__` for the slash in metric names."""
     record = {
         "step": step,
         "reward/mean": 0.1 * step,

@@ -14,10 +14,7 @@ SMALL = {"max_tokens": 192, "window": 48, "speed": SpeedTest(2, 16, 3, 1), "devi
 
 @pytest.fixture
 def compare(tmp_path: Path, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
-    """compare(model, schemes, **arguments) -> (exit code, lines printed); writes to tmp_path / "out".
-
-    Its charts are empty pictures.
-    """
+    """compare(model, schemes, **arguments) -> (exit code, lines printed); writes to tmp_path / "out", empty charts."""
     draw_nothing(monkeypatch)
 
     def run(model: Path, schemes: list[str], **arguments) -> tuple[int, list[str]]:

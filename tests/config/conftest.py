@@ -15,7 +15,7 @@ train: {steps: 3}
 
 @pytest.fixture
 def minimal(tmp_path: Path) -> Path:
-    """A configuration of nothing but the required keys."""
+    """Return a configuration with only the required keys."""
     path = tmp_path / "minimal.yaml"
     path.write_text(MINIMAL)
     return path
@@ -23,7 +23,7 @@ def minimal(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(minimal: Path) -> Callable[..., Config]:
-    """load(overrides...) of the minimal configuration."""
+    """load(overrides...) -> the minimal configuration with these overrides."""
     return lambda *overrides: load_config(minimal, list(overrides))
 
 

@@ -1,4 +1,4 @@
-"""A small model and a configuration of it, for tests of what memory is estimated."""
+"""A small model and its configuration, for tests of the memory estimate."""
 
 from plain_settings import plain_config
 

@@ -1,4 +1,4 @@
-"""Chat templates as models have them, shortened: what each does to assistant messages is its own."""
+"""Shortened chat templates of real models; each treats assistant messages differently."""
 
 PLAIN = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}"

@@ -1,3 +1,3 @@
-"""Fixtures of the learner's tests, for those of its probe."""
+"""The fixtures of the learner's tests, also used by the tests of its probe."""
 
 from tiny_runs import llama, one_thread  # noqa: F401 - pytest finds them here

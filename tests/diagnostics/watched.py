@@ -1,4 +1,4 @@
-"""What the tests of the probe and of its gradients share."""
+"""Helpers for the tests of the probe and of its gradients."""
 
 import torch
 from tiny_runs import Parts, live
@@ -9,7 +9,7 @@ QUANTIZED_ROLLOUT = {"quant": {"scheme": "w8a8", "group_size": None, "learner": 
 
 
 def mostly_live(run: Parts, seed: int = 1) -> Batch:
-    """As `live`, with one response of advantage 0."""
+    """Like `live`, but one response has advantage 0."""
     batch = live(run, seed)
     batch.advantages[3] = 0.0
     return batch

@@ -1,4 +1,4 @@
-"""Tensors cut into pieces, in rows or anywhere, as ranks hold them."""
+"""Cut tensors into pieces for ranks, between rows or at any element."""
 
 import random
 from itertools import pairwise
@@ -11,7 +11,7 @@ from qarl.storage.pieces import Piece
 
 
 def some_tensors(seed: int) -> dict[str, dict[str, Tensor]]:
-    """Masters of odd shapes, and an optimizer's state of them."""
+    """Return master weights of odd shapes, and their optimizer state."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"embed.weight": (5, 24), "layers.0.weight": (7, 3), "norm.weight": (11,), "tiny": (1,), "none": (0, 4)}
     masters = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
@@ -21,7 +21,7 @@ def some_tensors(seed: int) -> dict[str, dict[str, Tensor]]:
 
 
 def cut_rows(tensors: dict[str, dict[str, Tensor]], rank: int, count: int) -> list[Piece]:
-    """Whole rows of each tensor; scalars are on the first rank."""
+    """Give each rank whole rows of each tensor; scalars are on the first rank."""
     pieces = []
     for group, members in tensors.items():
         for name, tensor in members.items():
@@ -33,7 +33,7 @@ def cut_rows(tensors: dict[str, dict[str, Tensor]], rank: int, count: int) -> li
 
 
 def cut_anywhere(tensors: dict[str, dict[str, Tensor]], rank: int, count: int, seed: int) -> list[Piece]:
-    """Ranges of flattened tensors, assigned to random ranks; a rank may get none or several of a tensor."""
+    """Give random ranks ranges of the flattened tensors; a rank may get none or several ranges of a tensor."""
     rng, pieces = random.Random(seed), []
     for group, members in tensors.items():
         for name, tensor in members.items():

@@ -1,9 +1,9 @@
-"""The command line with a loop that trains nothing: ranks exchange signals until one of them fails.
+"""Run the command line with a fake training loop: ranks only exchange signals until one of them fails.
 
     python fake_loop.py train --nproc 3 CONFIG        as qarl
     python -m torch.distributed.run ... fake_loop.py train CONFIG
 
-Environment: FAULT, such as `exit 1`, is what a rank does in the third round; with FORKED, ranks are forks.
+Environment variables: FAULT (e.g. `exit 1`): what a rank does in the third round. FORKED: ranks are forks.
 """
 
 import os
@@ -18,7 +18,7 @@ ROUNDS = 1000
 
 
 def install() -> None:
-    """Be the loop of `qarl.api.train`."""
+    """Replace the training loop of `qarl.api.train`."""
     module = types.ModuleType("qarl.training.loop")
     module.train = train
     sys.modules["qarl.training.loop"] = module
@@ -79,7 +79,7 @@ def _die_unseen() -> None:
 
 
 def _deaf(heard: Path) -> None:
-    """Ignore signals. heard: An empty file from now on, which is written when a signal comes."""
+    """Ignore signals. heard: File, made now and written to when a signal arrives."""
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, lambda *_: heard.write_text("one came"))
     heard.touch()

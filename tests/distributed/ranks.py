@@ -44,7 +44,7 @@ def run_ranks(
 def start_ranks(
     count: int, function: str, arguments: Mapping[str, Any] | None, folder: Path, timeout_s: float = 30
 ) -> list[Fork]:
-    """As `run_ranks`, without waiting. folder: an empty one for what they need and print, `result-0` and so on."""
+    """Like `run_ranks`, without waiting. folder: Empty directory for inputs, outputs and results (`result-0`, ...)."""
     shared = {**os.environ, "WORLD_SIZE": str(count), "QARL_RANKS": str(folder)}
     argv = [function, json.dumps(dict(arguments or {})), str(timeout_s)]
     return [
@@ -61,7 +61,7 @@ def start_ranks(
 
 
 def wait_ranks(ranks: list[Fork], limit_s: float = 60) -> list[int | None]:
-    """The exit codes; None for a rank that had to be killed, which then prints its stacks."""
+    """Return the exit codes; None for a rank that had to be killed, after it printed its stacks."""
     end = time.monotonic() + limit_s
     for rank in ranks:
         with suppress(subprocess.TimeoutExpired):
@@ -72,12 +72,12 @@ def wait_ranks(ranks: list[Fork], limit_s: float = 60) -> list[int | None]:
 
 
 def output(folder: Path, rank: int) -> str:
-    """What a rank printed."""
+    """Return what a rank printed."""
     return (folder / f"output-{rank}").read_text(errors="replace")
 
 
 def main(function: str, arguments: str, timeout_s: str) -> None:
-    """One rank."""
+    """Run one rank."""
     import torch
 
     from qarl.distributed.group import Group

@@ -1,4 +1,4 @@
-"""Steps on ranks that are threads and hold all masters each."""
+"""Optimizer steps on ranks that are threads, each with all master weights."""
 
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +36,7 @@ class ReplicatedUpdates(LocalUpdates):
 
 
 def run_threads(count: int, work: Callable[[Ranks], Any], faults: bool = False) -> list[Any]:
-    """The results of `work(ranks)` per rank. Raises its errors; faults: returns them instead."""
+    """Return the results of `work(ranks)` per rank. faults: Return errors instead of raising them."""
 
     def learning(ranks: Ranks) -> Any:
         torch.set_num_threads(1)  # said for each thread

@@ -35,7 +35,7 @@ PARTS = [[0], [1, 2], [3], [4], [5, 6]]  # of `batch`; on two and on three ranks
 
 @dataclass(frozen=True)
 class Case:
-    """sections: Of the configuration. broken: (step, rank) whose gradient is not finite."""
+    """sections: Sections of the configuration. broken: (step, rank) whose gradient is not finite."""
 
     model: str
     sections: dict[str, Any] = field(default_factory=dict)
@@ -57,7 +57,7 @@ def exchange_of(ranks: Ranks) -> SingleProcessExchange | GroupExchange:
 
 
 def rounds(count: int) -> list[list[list[int] | None]]:
-    """The part of each rank in each round; None if it has none left."""
+    """Return the part of each rank per round; None if the rank has none left."""
     dealt = [PARTS[rank::count] for rank in range(count)]
     return [[own[r] if r < len(own) else None for own in dealt] for r in range(max(map(len, dealt)))]
 
@@ -80,7 +80,7 @@ def offloading() -> Iterator[None]:
 def trained(
     ranks: Ranks, case: Case, device: torch.device = CPU, exchange: Exchange | None = None
 ) -> tuple[dict[str, Any], Policy, RowUpdates]:
-    """This rank's norms, digests of codes and of what it holds: by group/name [start, stop, shape, sha256]."""
+    """Return this rank's norms, code digests and held pieces: group/name -> [start, stop, shape, sha256]."""
     policy, updates = build_rows(case.config, device, None, exchange or exchange_of(ranks), ranks)
     updates.set_lr(1.0)
     norms, digests, losses = [], [policy.current.manifest().digest()], []
@@ -185,5 +185,5 @@ def twin(
 
 
 def reader(tensors: dict[str, Tensor]) -> Callable[[str, str, int, int], Tensor]:
-    """As `Updates.load` takes it."""
+    """Return a reader for `Updates.load`."""
     return lambda group, name, start, stop: tensors[f"{group}/{name}"].reshape(-1)[start:stop]

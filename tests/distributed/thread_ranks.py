@@ -42,7 +42,7 @@ class ThreadRanks(Ranks):
 
 
 def as_threads(count: int, work: Callable[[Ranks], Any]) -> list[Any]:
-    """`work(ranks)` on each of `count` ranks; what each returned, or the exception that it raised."""
+    """Run `work(ranks)` on `count` ranks; return per rank its result, or the exception that it raised."""
     table, results = _Table(count), [None] * count
 
     def run(rank: int) -> None:

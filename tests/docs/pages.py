@@ -17,36 +17,36 @@ _SPAN = re.compile(r"`([^`]+)`")
 
 
 def blocks(page: Path, language: str) -> list[str]:
-    """The fenced blocks of a language."""
+    """Return the fenced blocks of a language."""
     return [text for found, text in _FENCED.findall(page.read_text()) if found == language]
 
 
 def shell_lines(page: Path) -> list[str]:
-    """The lines of indented blocks: what a reader types, one line where it goes on behind a backslash."""
+    """Return the lines of indented blocks, which a reader types; lines that end with a backslash are joined."""
     plain = re.sub(r"\s*\\\n\s*", " ", _FENCED.sub("", page.read_text()))
     return [line.strip() for line in plain.splitlines() if line.startswith("    ") and line.strip()]
 
 
 def spans(page: Path) -> list[str]:
-    """Inline code, joined where it goes over the end of a line; that of blocks is left out."""
+    """Return the inline code outside of blocks; code that spans two lines is joined."""
     plain = _FENCED.sub("", page.read_text())
     prose = "\n".join(line for line in plain.splitlines() if not line.startswith("    "))
     return [" ".join(text.split()) for text in _SPAN.findall(prose)]
 
 
 def without_code(page: Path) -> str:
-    """The text of a page without its blocks and inline code."""
+    """Return the text of a page without its blocks and inline code."""
     return _SPAN.sub("", _FENCED.sub("", page.read_text()))
 
 
 def anchors(page: Path) -> set[str]:
-    """What links can name in a page: its headings, as the forges spell them."""
+    """Return the anchors that links to a page can use: its headings as GitHub spells them."""
     heads = re.findall(r"^#+ (.+)$", _FENCED.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
 def keywords(text: str) -> str:
-    """A block of YAML without the indentation of the page."""
+    """Return a YAML block without the indentation that it has in the page."""
     return textwrap.dedent(text)
 
 
@@ -62,7 +62,7 @@ def config_reference() -> ModuleType:
 
 @cache
 def known_keys() -> frozenset[str]:
-    """Every key and section of the configuration; lists of sections without an index."""
+    """Return every key and section of the configuration; lists of sections have no index."""
     from qarl.config import Config
 
     return frozenset(config_reference().keys(Config.model_json_schema()))

@@ -1,4 +1,4 @@
-"""Verification of exports without vLLM, which has tests of its own on models that it supports."""
+"""Verify exports without vLLM, which other tests use on models that it supports."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from qarl.exporting.readers import Unsupported
 
 @pytest.fixture
 def no_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM takes no export, and texts have four tokens."""
+    """Make vLLM refuse all exports, and shorten texts to four tokens."""
 
     def unsupported(*arguments: object) -> None:
         raise Unsupported("not in this test")

@@ -1,4 +1,4 @@
-"""Run directories as training leaves them, without training: the masters of a tiny model, moved at each checkpoint."""
+"""Run directories like those of training, without training: a tiny model's master weights, changed per checkpoint."""
 
 import json
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ SCHEMES: dict[str, dict[str, Any]] = {
 
 @dataclass
 class TinyRun:
-    """path: the run directory. snapshots: what the run published, by step."""
+    """path: Run directory. snapshots: The run's published weights per step."""
 
     path: Path
     snapshots: dict[int, Snapshot]
@@ -50,7 +50,7 @@ class TinyRun:
 
 
 def save_run(path: Path, model: Path, steps: tuple[int, ...] = (2, 4), noise: float = 0.01, **quant: Any) -> TinyRun:
-    """noise: standard deviation of what each step adds to every master. quant: the `quant` section."""
+    """noise: Standard deviation of the change of every master weight per step. quant: The `quant` section."""
     config = plain_config(
         model={"path": str(model)},
         quant=quant or SCHEMES["w4a16-g32"],

@@ -1,4 +1,4 @@
-"""Every test of this folder needs a GPU, and may use the modules beside the tests that run without one."""
+"""Tests of this directory need a GPU. They may import the helper modules of the other directories."""
 
 import sys
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def full_float32_products() -> Iterator[None]:
-    """Products of plain torch have no TF32, and what a test held is given back."""
+    """Disable TF32 in products of plain torch, and free GPU memory after each test."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield

@@ -12,7 +12,7 @@ Groups = list[tuple[int, list[int]]]
 
 
 def sequences(groups: Groups) -> list[tuple[list[int], int]]:
-    """Per sequence: its packed rows in order of position, and how many of them belong to the shared prompt."""
+    """Yield per sequence its packed rows in order of position, and how many of them belong to the shared prompt."""
     found, row = [], 0
     for prompt, continuations in groups:
         shared = list(range(row, row + prompt))
@@ -44,7 +44,7 @@ class Batch:
         return cls(groups, q, both[:, :kv_heads], both[:, kv_heads:], 1.3 * dim**-0.5)
 
     def exact(self, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Output (T, H, D) and log2-sum-exp (H, T) of float64 operands."""
+        """Return output (T, H, D) and log2-sum-exp (H, T), computed in float64."""
         tokens = q.shape[0]
         seen = torch.zeros(tokens, tokens, dtype=torch.bool)
         for rows, before in sequences(self.groups):

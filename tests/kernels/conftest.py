@@ -1,4 +1,4 @@
-"""Where kernels are tested: on the GPU if there is one, else in Triton's interpreter on the CPU."""
+"""Test kernels on the GPU if there is one, else in Triton's interpreter on the CPU."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ def device() -> torch.device:
 
 @pytest.fixture
 def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Fresh memory is full of NaN (or of the largest integers), so that an element nobody wrote shows.
+    """Fill fresh memory with NaN (or the largest integers), so that tests detect elements that were not written.
 
     It lies between guards, which a write outside of an output breaks.
     """
@@ -53,7 +53,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def small_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter, tiles of the output layer of which small cases have several."""
+    """In the interpreter, use output-layer tiles so small that small cases need several."""
     if launching.INTERPRETED:
         monkeypatch.setattr(head, "STATISTICS_TILE", Tile("x_first", 64, 64, 16))
         monkeypatch.setattr(head, "GRADIENT_TILE", Tile("x_first", 64, 64, 16))

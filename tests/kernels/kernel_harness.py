@@ -1,4 +1,4 @@
-"""Kernel against plain torch: marks, comparison of bits, and rows that must not see each other.
+"""Helpers to compare kernels with plain torch: marks, bitwise comparison, and independence of rows.
 
 The fixture `poisoned` (conftest.py) poisons what kernels write to, `products.random` draws data.
 """
@@ -18,7 +18,7 @@ Call = Callable[..., Tensor | Sequence[Tensor | None]]
 
 
 def assert_same(tensor: Tensor, expected: Tensor) -> None:
-    """dtype, shape and values are those of `expected`; e4m3 +0 and -0 differ, any NaN equals any."""
+    """Check dtype, shape and values; e4m3 +0 and -0 differ, any NaN equals any other."""
     assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape)
     tensor, expected = tensor.cpu(), expected.cpu()
     if tensor.dtype == torch.float8_e4m3fn:
@@ -35,7 +35,7 @@ def _results(call: Call, *rows: Tensor) -> list[Tensor]:
 
 
 def assert_rows_are_their_own(call: Call, *given: Tensor, spoil: bool = True) -> None:
-    """Check that a row's results have the same bits whatever rows are beside it, and wherever it lies.
+    """Check that the bits of a row's results depend neither on the other rows nor on its position.
 
     call: Takes tensors of R rows and returns tensors of R rows.
     spoil: Whether a row of NaN shows in its own results and in no others.

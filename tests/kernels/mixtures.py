@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def chosen(tokens: int, slots: int, count: int, seed: int = 0) -> Tensor:
-    """(tokens, slots) int32: distinct experts per token, ascending. Few experts are popular, some get no token."""
+    """Return (tokens, slots) int32: distinct experts per token, ascending. Few are popular, some get no token."""
     weights = torch.rand(count, generator=torch.Generator().manual_seed(seed + 1)) ** 3 + 1e-3
     noise = torch.rand(tokens, count, generator=torch.Generator().manual_seed(seed))
     return (noise.log() / weights).topk(slots).indices.sort().values.int().contiguous()
@@ -20,12 +20,12 @@ def grouped(tokens: int, slots: int, count: int, device: torch.device) -> Groups
 
 
 def all_to(expert: int, tokens: int, count: int, device: torch.device) -> Groups:
-    """One slot, and every token goes to `expert`."""
+    """Return a routing with one slot, in which every token goes to `expert`."""
     return reference.groups_of(torch.full((tokens, 1), expert, device=device), count)
 
 
 def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
-    """(expert, its sorted rows, their tokens) of every expert, including those without rows."""
+    """Yield (expert, its sorted rows, their tokens) of every expert, including those without rows."""
     starts = groups.starts.tolist()
     for expert in range(groups.experts):
         rows = slice(starts[expert], starts[expert + 1])
@@ -33,13 +33,13 @@ def parts(groups: Groups) -> Iterator[tuple[int, slice, Tensor]]:
 
 
 def input_grad(groups: Groups, dy: Tensor, weight: Tensor) -> Tensor:
-    """dy (R, N) times its expert's weight (E * N, K), in float64: (R, K)."""
+    """Return each row of dy (R, N) times its expert's part of the weight (E * N, K), in float64: (R, K)."""
     own = weight.double().chunk(groups.experts)
     return torch.cat([dy[rows].double() @ own[expert] for expert, rows, _ in parts(groups)])
 
 
 def weight_grad(groups: Groups, gathered: bool, dy: Tensor, x: Tensor) -> Tensor:
-    """dy^T @ x of each expert's rows, in float64: (E * N, K)."""
+    """Return dy^T @ x of each expert's rows, in float64: (E * N, K)."""
     own = [(dy[rows].double(), x[tokens if gathered else rows].double()) for _, rows, tokens in parts(groups)]
     return torch.cat([mine.t() @ its for mine, its in own])
 

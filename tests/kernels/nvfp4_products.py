@@ -19,7 +19,7 @@ class Nvfp4:
 
     @classmethod
     def random(cls, n: int, k: int, *, seed: int = 0, device: torch.device, scales: Tensor | None = None) -> Nvfp4:
-        """scales: what they are drawn from, else every positive e4m3."""
+        """scales: Values to sample scales from; default: every positive e4m3 value."""
         generator = torch.Generator().manual_seed(seed)
         packed = torch.randint(0, 256, (n, k // 2), generator=generator).to(torch.uint8)
         if scales is None:
@@ -46,5 +46,5 @@ class Nvfp4:
         return nvfp4a16.tile_nvfp4(self.packed, self.scale)
 
     def scaled_codes(self) -> Tensor:
-        """code * scale, float32 (N, K)."""
+        """Return code * scale, float32 (N, K)."""
         return nvfp4.scaled_codes(self.packed, self.scale)

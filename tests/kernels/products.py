@@ -1,4 +1,4 @@
-"""Random operands of the product kernels, and every family's product beside float64."""
+"""Random operands of the product kernels, and the product of every family, to compare with float64."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def random(*shape: int, seed: int, device: torch.device, dtype: torch.dtype = to
 
 
 def integers(low: int, high: int, *shape: int, seed: int, device: torch.device) -> Tensor:
-    """int8 in [low, high]."""
+    """Return random int8 values in [low, high]."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(low, high + 1, shape, generator=generator, dtype=torch.int8).to(device)
 
 
 def of_both_dtypes(shapes: list[tuple[int, int]]) -> list[tuple[int, int, torch.dtype]]:
-    """All shapes in bf16, and every second one also in fp16: kernels differ in their conversions only."""
+    """Return all shapes in bf16, and every second one also in fp16, where only conversions differ."""
     return [(*shape, torch.bfloat16) for shape in shapes] + [(*shape, torch.float16) for shape in shapes[::2]]
 
 
 def relative_error(result: Tensor, expected: Tensor) -> float:
-    """Frobenius norm of the difference relative to that of `expected`; NaN if the result contains NaN."""
+    """Return the relative Frobenius norm of the difference from `expected`; NaN if the result contains NaN."""
     return ((result.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
@@ -101,7 +101,7 @@ FAST = 5e-3  # FP8 on Hopper accumulates 14 bits of a sum
 
 
 def activation_codes(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Codes of activations: by the kernel on a GPU, and in plain torch where it would be interpreted."""
+    """Return codes of activations: by the kernel on a GPU, by plain torch on a CPU."""
     if x.is_cuda:
         return kernels.activation_codes(x, kind)
     rule = quantize_activation_int8 if kind == "int8" else quantize_activation_fp8
@@ -169,7 +169,7 @@ def blocks(n: int, k: int, dtype: torch.dtype, device: torch.device, experts: in
 
 
 def _one(weight: Int4, expert: int | None, experts: int) -> Int4:
-    """An expert's own weight; None: that of all."""
+    """Return one expert's weight; None: that of all experts."""
     if expert is None:
         return weight
     parts = (None if one is None else one.chunk(experts)[expert] for one in (weight.codes, weight.scale))

@@ -6,7 +6,7 @@ from qarl_kernels.tuning import Entry, Shape, load_table
 
 
 def entries(device: str, grouped: bool) -> Iterator[tuple[str, Shape, Entry]]:
-    """A GPU's own dense or grouped entries: family, shape, entry without the rows that were not measured."""
+    """Return a GPU's own dense or grouped entries: family, shape, entry without unmeasured numbers of rows."""
     for family, shapes in load_table(device).items():
         for shape, entry in shapes.items():
             if bool(shape.experts) == grouped:

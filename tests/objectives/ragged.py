@@ -11,7 +11,7 @@ from qarl.objectives.segments import Segments
 
 @dataclass
 class Batch:
-    """The log-probs that `TokenLogProbs` names, and what goes with them."""
+    """The log-probs of `TokenLogProbs`, and the other inputs of a loss."""
 
     logp: Tensor
     logp_old: Tensor
@@ -27,13 +27,13 @@ class Batch:
         return TokenLogProbs(self.logp, self.logp_old, self.logp_sampler, self.logp_shadow, self.logp_ref, self.entropy)
 
     def responses(self) -> list[tuple[list[float], list[float], list[float], float]]:
-        """(l, o, b, A) of each response, as Python floats."""
+        """Return (l, o, b, A) per response, as Python floats."""
         lengths = self.segments.lengths.tolist()
         columns = [x.detach().double().split(lengths) for x in (self.logp, self.logp_old, self.logp_sampler)]
         return [(*(column[i].tolist() for column in columns), float(self.advantages[i])) for i in range(len(lengths))]
 
     def part(self, first: int, last: int) -> "Batch":
-        """The responses from `first` up to `last`, which share storage (and gradient) with this batch."""
+        """Return the responses from `first` up to `last`, which share storage (and gradient) with this batch."""
         lengths = self.segments.lengths.tolist()
         start, stop = sum(lengths[:first]), sum(lengths[:last])
         cut = [
@@ -47,7 +47,7 @@ class Batch:
 def random_batch(
     lengths: list[int], advantages: list[float], spread: float, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> "Batch":
-    """Log-probs in which l - o, o - b, q - l and ref - l are normal with standard deviation `spread`."""
+    """Return log-probs in which l - o, o - b, q - l and ref - l are normal with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)
 

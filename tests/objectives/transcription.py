@@ -1,4 +1,4 @@
-"""Every objective and correction once more: plain Python floats, a loop over responses, nothing of qarl.
+"""Second implementation of all objectives and corrections: Python floats, a loop over responses, no code of qarl.
 
 What the program treats as a constant in the backward (weights, stop-gradients) is computed from `frozen`, the log-probs
 at the point of differentiation; `l` alone is moved by finite differences.
@@ -28,7 +28,7 @@ def exp(x: float) -> float:
 
 
 def difference(u: float, v: float) -> float:
-    """u - v; an infinite one is far beyond every bound, two equal infinities are no difference."""
+    """Return u - v; an infinite value is far beyond every bound, two equal infinities have difference 0."""
     return 0.0 if u == v else max(-1e12, min(1e12, u - v))
 
 
@@ -37,14 +37,14 @@ def differences(x: Row, y: Row) -> Row:
 
 
 def outside(cfg: Any, r: Response, frozen: Row) -> list[bool]:
-    """Tokens that the learner's set does not hold: their ratio is 0."""
+    """Return which tokens are outside the learner's set: their ratio is 0."""
     by_shadow = cfg.ratio_kind == "shadow"
     columns = zip(frozen, r.o, r.q, strict=True)
     return [l == -math.inf or o == -math.inf or (by_shadow and q == -math.inf) for l, o, q in columns]  # noqa: E741
 
 
 def mean_inside(x: Row, out: list[bool]) -> float:
-    """Over all tokens, those outside as 0."""
+    """Return the mean over all tokens, with 0 for those outside the learner's set."""
     return math.fsum(v for v, gone in zip(x, out, strict=True) if not gone) / len(x)
 
 
@@ -68,7 +68,7 @@ def ppo(ratio: float, a: float, low: float, high: float, c: float | None) -> flo
 
 
 def sequence_value(ratio: float, a: float, name: str, cfg: Any) -> tuple[float, bool]:
-    """(value, whether it is constant) of one response."""
+    """Return (value, whether it is constant) of one response."""
     if name == "tbpo":
         if a > 0:
             return min(ratio * a, min(ratio, 1 + cfg.seq_clip_ratio_high) * a), ratio > 1 + cfg.seq_clip_ratio_high
@@ -80,12 +80,12 @@ def sequence_value(ratio: float, a: float, name: str, cfg: Any) -> tuple[float, 
 
 
 def _c(cfg: Any) -> float | None:
-    """Dual clip's bound, of the one objective that has it."""
+    """Return dual clip's bound; only one objective has it."""
     return cfg.clip_ratio_c if cfg.name == "dual_clip_grpo" else None
 
 
 def values(cfg: Any, r: Response, frozen: Row, center: float = 0.0, pruning: str = "token") -> Row:
-    """What each token of a response is worth before correction and penalties. cfg: an ObjectiveConfig."""
+    """Return the objective per token of a response, before correction and penalties. cfg: An ObjectiveConfig."""
     out = outside(cfg, r, frozen)
     if pruning == "response" and any(out):
         return [0.0] * len(out)
@@ -145,7 +145,7 @@ def m2po_edge(cfg: Any, responses: list[Response], frozen: list[Row], pruning: s
 
 
 def weights_w(cfg: Any, r: Response, frozen: Row, pruning: str = "token") -> Row:
-    """W of detach, from the log-probs at the point of differentiation; 0 for what is pruned."""
+    """Return W of detach, from the log-probs at the point of differentiation; 0 for pruned tokens."""
     out = outside(cfg, r, frozen)
     if pruning == "response" and any(out):
         return [0.0] * len(out)
@@ -161,7 +161,7 @@ def unpruned_w(cfg: Any, r: Response, frozen: Row) -> Row:
 
 
 def k(estimator: str, x: float) -> float:
-    """K(r) from log r."""
+    """Return K(r), given log r."""
     return {"k1": -x, "k2": x * x / 2, "k3": math.exp(x) - 1 - x}[estimator]
 
 
@@ -192,7 +192,7 @@ def passes(rule: Any, r: Response, out: list[bool]) -> bool:
 
 
 def token_passes(rule: Any, learner: float, sampler: float) -> bool:
-    """Of a rule that drops single tokens."""
+    """Return whether a rule that drops single tokens keeps this one."""
     x = difference(learner, sampler)
     score = exp(x) if rule.estimator == "ratio" else k(rule.estimator, max(-20.0, min(20.0, x)))
     lower = -math.inf if rule.lower is None else rule.lower
@@ -200,7 +200,7 @@ def token_passes(rule: Any, learner: float, sampler: float) -> bool:
 
 
 def importance(cfg: Any, r: Response, out: list[bool], pruning: str) -> Row:
-    """The weights of a CorrectionConfig, without rules and veto."""
+    """Return the importance weights of a CorrectionConfig, before rules and veto."""
     learner = r.l if cfg.signal == "rollout" else r.o
     delta = [0.0 if gone else d for d, gone in zip(differences(learner, r.b), out, strict=True)]
     if cfg.level == "none":
@@ -227,7 +227,7 @@ def bounded(cfg: Any, exponents: Row) -> Row:
 
 
 def optimal_cap(cfg: Any, responses: list[Response], outs: list[list[bool]], pruning: str) -> float:
-    """sqrt(2 E[rho^2]) over what is not pruned."""
+    """Return sqrt(2 E[rho^2]) over the tokens that are not pruned."""
     squares = []
     for r, out in zip(responses, outs, strict=True):
         if pruning == "response" and any(out):

@@ -1,4 +1,4 @@
-"""Model directories of each kind, made once a session."""
+"""Model directories of each kind, made once per session."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from damaged_models import Weights, quantized_copy
 
 @pytest.fixture(scope="session")
 def bases(tiny_model, tmp_path_factory) -> dict[str, Path]:
-    """A directory of each kind."""
+    """Return one model directory per kind."""
     plain = tiny_model("llama")
     exported = tmp_path_factory.mktemp("exports")
     return {

@@ -1,4 +1,4 @@
-"""Model directories with something changed, in each format that is read."""
+"""Changed copies of model directories, in each format that qarl reads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Weights(dict[str, Tensor]):
         self.changes |= changes
 
     def save(self, directory: Path, shards: int | None = None) -> Path:
-        """A copy of the source with these tensors, in as many files as the source has."""
+        """Save a copy of the source with these tensors, in as many files as the source has."""
         directory.mkdir(parents=True)
         for name, content in self.others.items():
             (directory / name).write_bytes(content)
@@ -74,7 +74,7 @@ class Weights(dict[str, Tensor]):
 
 
 def quantized_copy(model: Path, out: Path, quant: dict[str, Any]) -> Path:
-    """An export of `model`."""
+    """Return the directory of an export of `model`."""
     export_target(resolve_target(str(model), quant=quant), out, dtype=torch.bfloat16, max_shard_bytes=10**9)
     return out
 
@@ -112,7 +112,7 @@ def gguf_of(weights: Weights, path: Path) -> Path:
 
 
 def openings(kind: str, directory: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """What reads the weights of a directory, by command."""
+    """Yield each command that reads the weights of a directory, and a function that reads them in that way."""
     config = ModelConfig(path=str(directory))
     if kind == "export":
         # Without the digests, which would refuse each change before its own check does.

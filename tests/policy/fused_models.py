@@ -82,7 +82,7 @@ def logprobs(policy: Policy, prompts=PROMPTS, responses=RESPONSES, routes: Route
 
 
 def backward(policy: Policy, recompute: Recompute = "elementwise", routes: Routes = NO_ROUTES) -> Tensor:
-    """Adds a loss's gradients to the masters'. Returns the log-probs."""
+    """Add a loss's gradients to those of the master weights. Return the log-probs."""
     policy.decoder.recompute = recompute
     logp = logprobs(policy, routes=routes)
     (logp * torch.linspace(-1, 1, len(logp), device=DEVICE)).sum().backward()
@@ -92,14 +92,14 @@ def backward(policy: Policy, recompute: Recompute = "elementwise", routes: Route
 def gradients(
     policy: Policy, recompute: Recompute = "elementwise", routes: Routes = NO_ROUTES
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Log-probs, and the gradients of a loss of them by name; of a master that gets none zeros."""
+    """Return log-probs and gradients of a loss per master weight; zeros if it gets none."""
     policy.model.zero_grad()
     logp, named = backward(policy, recompute, routes), policy.named_parameters()
     return logp, {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in named}
 
 
 def caches_of(policy: Policy) -> Caches:
-    """Two pages of zeros for each layer."""
+    """Return KV caches with two pages of zeros per layer."""
     config = policy.config
     shape = (2, config.num_key_value_heads, 64, policy.decoder.layers[0].head_dim)
     dtype = policy.sampler.cache_dtype
@@ -110,7 +110,7 @@ def caches_of(policy: Policy) -> Caches:
 
 
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], cosine: float) -> None:
-    """Gradients of one direction and length, and of none where no token reaches a weight."""
+    """Check that gradients agree in direction and length, and are zero where no token reaches a weight."""
     assert found.keys() == expected.keys()
     for name, gradient in expected.items():
         if not gradient.any():

@@ -1,4 +1,4 @@
-"""Policies of tiny models beside the Hugging Face models that they must agree with."""
+"""Policies of tiny models, and the Hugging Face models that they must agree with."""
 
 import copy
 from pathlib import Path
@@ -26,7 +26,7 @@ def make_policy(
     device: torch.device = CPU,
     **quant,
 ) -> Policy:
-    """A policy of the model in a directory, or of a copy of `model`."""
+    """Return a policy of the model in a directory, or of a copy of `model`."""
     loaded = load_model(ModelConfig(path=str(model))) if isinstance(model, Path) else copy.deepcopy(model)
     config = QuantConfig(scheme=scheme, group_size=group_size, **quant)
     made = make_scheme(scheme, config.group_size, config.symmetric, config.grid, config.scale_dtype)
@@ -34,7 +34,7 @@ def make_policy(
 
 
 class OneLinear:
-    """A packed linear of one layer with its weights, called like a module. weight, bias: its masters."""
+    """A packed linear of one layer with its weights, called like a module. weight, bias: Its master weights."""
 
     def __init__(
         self, module: nn.Linear, operand: LowBitWeight, dtype: torch.dtype, dequantize_input: bool = False
@@ -45,7 +45,7 @@ class OneLinear:
         self.weights = self.with_weight(operand, module.bias.detach().to(dtype))
 
     def with_weight(self, operand: LowBitWeight, bias: Tensor) -> WeightSet:
-        """Weights of this linear alone."""
+        """Return the weights of this linear alone."""
         return WeightSet({self.linear: self.linear.parts([operand], bias)}, {}, torch.empty(0))
 
     @property
@@ -57,17 +57,17 @@ class OneLinear:
 
 
 def parts_of(weights: WeightSet) -> list[Part]:
-    """The weights of all packed linears, in layer order."""
+    """Return the weights of all packed linears, in layer order."""
     return [part for parts in weights.linears.values() for part in parts]
 
 
 def operand_of(weights: WeightSet, module: str) -> LowBitWeight:
-    """The weight that a module is multiplied with, alone or together with others."""
+    """Return the weight that a module multiplies by, alone or fused with others."""
     return next(part.weight for part in parts_of(weights) if module in part.names)
 
 
 def sampled(policy: Policy, **texts) -> Tensor:
-    """`logprobs` of the sampler's forward, without gradient."""
+    """Return `logprobs` of the sampler's forward, without gradient."""
     with torch.no_grad():
         return logprobs(policy, **texts, weights=policy.sampler.weights)
 
@@ -81,7 +81,7 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 def batch() -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts and responses: shared prompts, one-token responses, page (64) boundaries; the padding token (2) too."""
+    """Return a batch with shared prompts, one-token responses, page (64) boundaries, and padding tokens (2)."""
     short, page, long = tokens(5, 1), tokens(64, 2), tokens(70, 3)
     prompts = [short, short, page, page, page, long, [7]]
     responses = [tokens(9, 4), tokens(1, 5), tokens(80, 6), tokens(3, 7), tokens(1, 8), tokens(60, 9), [2, 11, 2]]
@@ -102,7 +102,7 @@ def logprobs(
 
 
 def hf_logprobs(model: PreTrainedModel, prompts=None, responses=None) -> Tensor:
-    """The same from Hugging Face's own forward, a sequence at a time."""
+    """Return the log-probs of Hugging Face's own forward, one sequence at a time."""
     if prompts is None:
         prompts, responses = batch()
     found = []
@@ -117,7 +117,7 @@ def weights_of_loss(count: int) -> Tensor:
 
 
 def gradients(policy: Policy, **kwargs) -> dict[str, Tensor]:
-    """Gradients of a fixed weighted sum of log-probs, by name."""
+    """Return the gradients of a fixed weighted sum of log-probs, by name."""
     policy.model.zero_grad()
     logp = logprobs(policy, **kwargs)
     (logp * weights_of_loss(len(logp))).sum().backward()
@@ -132,7 +132,7 @@ def hf_gradients(model: PreTrainedModel, **kwargs) -> dict[str, Tensor]:
 
 
 def put_dequantized(model: PreTrainedModel, policy: Policy, dtype=torch.float32) -> PreTrainedModel:
-    """`model` with every quantized weight replaced by what the policy's codes stand for."""
+    """Replace every quantized weight of `model` by the dequantized codes of the policy."""
     with torch.no_grad():
         for name, weight in policy.current.weights.items():
             model.get_submodule(name).weight.copy_(weight.dequantize(dtype))
@@ -140,7 +140,7 @@ def put_dequantized(model: PreTrainedModel, policy: Policy, dtype=torch.float32)
 
 
 def assert_gradients_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    """Each gradient within `tolerance` of the expected one, relative to its norm."""
+    """Check that each gradient is within `tolerance` of the expected one, relative to its norm."""
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
         error = float((gradient - expected[name]).norm() / expected[name].norm())

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of a tiny model, written without qarl, and the values that they stand for.
+"""Quantized checkpoints of a tiny model, written without qarl, and their dequantized values.
 
 compressed-tensors and fine-grained FP8 are written and dequantized by their libraries. AWQ, GPTQ and MXFP4 are written
 here element by element, as their own packers do, from codes that are drawn at random.
@@ -81,7 +81,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None]] = {
 
 
 def compressed(layout: str, actorder: bool = False) -> tuple[Writer, dict]:
-    """A writer by compressed-tensors itself, and its `quantization_config`."""
+    """Return a writer that uses compressed-tensors itself, and its `quantization_config`."""
     form, weights, activations = LAYOUTS[layout]
     weights = {"symmetric": True, **weights, "actorder": "group" if actorder else None}
     own = torch.float8_e4m3fn if layout == "nvfp4a16" else torch.bfloat16
@@ -139,7 +139,7 @@ def _ranges(weight: Tensor, weights: dict[str, Any]) -> tuple[Tensor, Tensor]:
 
 
 def fine_grained() -> tuple[Writer, dict]:
-    """A writer by transformers itself; layers must be whole blocks of 128 x 128."""
+    """Return a writer that uses transformers itself; layers must consist of whole blocks of 128 x 128."""
     from transformers import FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -165,7 +165,7 @@ def _draw(module: str, shape: tuple[int, ...], below: int) -> Tensor:
 
 
 def _int4(module: str, weight: Tensor, size: int, symmetric: bool, bits: int = 4) -> tuple[Tensor, Tensor, Tensor]:
-    """codes [N, K], zeros and scales [N, groups] (float16), with a code at each end of every group."""
+    """Return codes [N, K], zeros and scales [N, groups] (float16); every group has the lowest and the highest code."""
     (n, k), top = weight.shape, 2**bits - 1
     codes = _draw(module, (n, k), top + 1)
     codes[:, ::size], codes[:, 1::size] = 0, top
@@ -192,7 +192,7 @@ def _words(numbers: Tensor, bits: int, order: list[int] | None = None) -> Tensor
 
 
 def awq(size: int = 32) -> tuple[Writer, dict]:
-    """The GEMM layout of AutoAWQ (`WQLinear_GEMM.from_linear`)."""
+    """Write the GEMM layout of AutoAWQ (`WQLinear_GEMM.from_linear`)."""
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def write(module: str, weight: Tensor, partners: list[Tensor]) -> tuple[Stored, Tensor]:
@@ -207,7 +207,7 @@ def awq(size: int = 32) -> tuple[Writer, dict]:
 def gptq(
     size: int = 32, symmetric: bool = True, v2: bool = False, desc_act: bool = False, bits: int = 4
 ) -> tuple[Writer, dict]:
-    """The layout of AutoGPTQ and GPTQModel (`QuantLinear.pack`)."""
+    """Write the layout of AutoGPTQ and GPTQModel (`QuantLinear.pack`)."""
 
     def write(module: str, weight: Tensor, partners: list[Tensor]) -> tuple[Stored, Tensor]:
         codes, zeros, scales = _int4(module, weight, size, symmetric, bits)
@@ -276,6 +276,6 @@ SAME: dict[str, dict[str, Any]] = {
 
 
 def save_format(source: Path, out: Path, name: str) -> dict[str, Tensor]:
-    """Write one of `FORMATS`. Returns the values of every parameter."""
+    """Write a checkpoint in one of `FORMATS`. Return the values of every parameter."""
     make, options = FORMATS[name]
     return save_quantized(source, out, *make(**options))

@@ -1,4 +1,4 @@
-"""Tensors that the compressed-tensors library stores for a master weight: the oracle of these tests."""
+"""Tensors that the compressed-tensors library stores for a master weight, as expected values of these tests."""
 
 import torch
 from compressed_tensors.compressors import BaseCompressor

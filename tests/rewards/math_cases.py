@@ -1,4 +1,4 @@
-"""Ground truths, answers and the right score of the reward `math`, by kind.
+"""Ground truths, answers and the expected score of the reward `math`, by kind.
 
 An answer without a box stands for the box's content as well: `test_math_cases` tries each in several forms.
 """

@@ -1,4 +1,4 @@
-"""Reward functions that do what the completions order, and what tests of their pool ask."""
+"""Reward functions that do what the completions say, and helpers of the tests of their pool."""
 
 import time
 

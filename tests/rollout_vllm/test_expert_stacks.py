@@ -33,7 +33,7 @@ CASES = [
 
 
 def published(name: str, group: int | None, seed: int) -> dict[str, Tensor]:
-    """A layer's experts, each stored tensor of all of them under one another, as they travel."""
+    """Return a layer's experts as published: each stored tensor of all experts, concatenated along the rows."""
     scheme, generator = make_scheme(name, group, True), torch.Generator().manual_seed(seed)
     shapes = {leaf: (HIDDEN, INNER) if leaf == "down_proj" else (INNER, HIDDEN) for leaf in LEAVES}
     named = [

@@ -1,4 +1,4 @@
-"""The far side of a transport: a process of its own that answers what it took, and tensors to send there."""
+"""Receiver of a transport, a process that answers with what it received, and tensors to send to it."""
 
 import os
 import subprocess
@@ -31,9 +31,9 @@ while (order := channel.poll(None))[0] == "publish":
 
 
 class Sampler:
-    """A process of its own that answers every payload with the fingerprints of what it took.
+    """A process that answers every payload with the fingerprints of the tensors that it received.
 
-    devices: where the tensors of the last answer were, as that process numbers them.
+    devices: Devices of the last answer's tensors, as that process numbers them.
     """
 
     def __init__(self, plan: ReceiverPlan) -> None:
@@ -50,7 +50,7 @@ class Sampler:
         self.channel.send("start", plan)
 
     def sent(self, transport: Transport, tensors: Mapping[str, Tensor]) -> dict[str, Fingerprint]:
-        """Publish the tensors; what arrived."""
+        """Publish the tensors, and return what arrived."""
         self.send(transport.pack(tensors))
         found = self.answer()
         transport.release()
@@ -77,7 +77,7 @@ def random_bytes(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> T
 
 
 def ragged(seed: int = 0) -> dict[str, Tensor]:
-    """Every dtype of a snapshot, sizes that are multiples of nothing, an empty tensor, a scalar."""
+    """Return tensors of every dtype of a snapshot, with odd sizes, an empty tensor and a scalar."""
     tensors = {
         "packed": random_bytes((33, 7), torch.int32, seed),
         "scale": random_bytes((33, 3), torch.bfloat16, seed),
