@@ -41,11 +41,8 @@ def start_server() -> Callable[[], None]:
     """Start the server, which has imported nothing yet; return a function that ends it."""
     folder = tempfile.TemporaryDirectory(prefix="forks-")
     os.environ[ADDRESS] = folder.name
-    environment = {
-        **os.environ,
-        "PYTHONPATH": _paths(),
-        "OMP_NUM_THREADS": "1",
-    }  # a process with a thread pool cannot fork
+    # One thread, because a process with a thread pool cannot be forked.
+    environment = {**os.environ, "PYTHONPATH": _paths(), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
     while not Path(folder.name, "ready").exists() and server.poll() is None:
