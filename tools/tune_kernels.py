@@ -5,7 +5,8 @@
     python tools/tune_kernels.py --experts qwen3-30b-a3b mixtral-8x7b      # grouped products of the experts of a layer
 
 A table affects only speed: a tile whose result differs in one bit from that of the first tile is reported and left out.
-Other shapes and numbers of rows that the table has are kept. Those that it lacks are taken from tables of other GPUs.
+Other shapes and numbers of rows that the table has are kept. For those that it lacks, `qarl_kernels.tuning.lookup`
+uses the table of a related GPU, the most similar shape or a default tile.
 """
 
 import argparse
