@@ -29,7 +29,8 @@ class SamplingParams:
     truncation: Truncation = field(default_factory=Truncation)
     stop: tuple[str, ...] = ()  # strings that end a response; its text ends before the first one
     stop_token_ids: frozenset[int] = frozenset()  # tokens that end a response and belong to it
-    # Record `Rollout.routing` of a mixture of experts: L * k bytes per token, twice as many above 255 experts.
+    # Record `Rollout.routing` of a mixture of experts. Per token it takes layers * experts per token bytes, or twice as
+    # many if a layer has more than 255 experts.
     record_routing: bool = False
 
 
@@ -56,7 +57,7 @@ class Generates(Protocol):
         ...
 
 
-Samples = tuple[Prompt, range]  # a prompt and the numbers of its samples
+Samples = tuple[Prompt, range]  # a prompt and the sample numbers of its responses
 
 
 class RolloutEngine(Generates):
@@ -106,16 +107,16 @@ class RolloutEngine(Generates):
     def sample(
         self, samples: Sequence[Samples], sampling: SamplingParams, version: int, progress: Progress
     ) -> list[Rollout]:
-        """See `generate`, which checks the version and numbers the samples of one or more prompts."""
+        """Generate one response per sample of one or more prompts. `generate` has checked the version."""
 
     def sleep(self) -> None:
         """Free the memory that only generation needs. Does nothing by default."""
 
     def wake(self) -> None:
-        """Start to allocate that memory again if it fits beside the learner's next update. Does nothing by default.
+        """Start to allocate the memory that `sleep` freed, if it fits beside the learner's next update.
 
-        Otherwise the next publish allocates it. May be called repeatedly. This is a collective if a sampler spans the
-        GPUs of several ranks.
+        Otherwise the next publish allocates it. May be called repeatedly. A collective if a sampler spans the GPUs of
+        several ranks. Does nothing by default.
         """
 
     @abstractmethod
@@ -158,7 +159,7 @@ def require_version(held: int | None, wanted: int) -> None:
 
 
 def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int) -> int:
-    """Return the tokens of the longest prompt plus `max_response_length`.
+    """Return the number of tokens of the longest prompt plus `max_response_length`.
 
     Raises:
         UserError: The sum exceeds `context` tokens, or a prompt has no tokens.
@@ -169,7 +170,7 @@ def longest_of(prompts: Sequence[Prompt], sampling: SamplingParams, context: int
     longest = max(len(p.token_ids) for p in prompts) + sampling.max_response_length
     if longest > context:
         raise UserError(
-            f"rollout.max_response_length: prompt and response reach {longest} tokens, the model's "
+            f"rollout.max_response_length: prompt and response may reach {longest} tokens, but the model's "
             f"context is {context}; lower it or data.max_prompt_length"
         )
     return longest

@@ -1,4 +1,4 @@
-"""The published weights in a sampler's own process, in the layout that qarl's matrix products read.
+"""The published weights in a separate sampler process, in the layout that qarl's matrix products read.
 
 The first load allocates memory. Later loads copy into it, so CUDA graphs stay valid. For Triton kernels a packed linear
 (q, k and v; gate and up; all experts of a layer) is one weight. For plain torch every module has its own weight, in the
@@ -110,7 +110,7 @@ class PublishedWeights:
         missing = [linear.names[0] for linear in self._linears if linear.names not in self._weights]
         missing += [self.head_name] if self.head_name not in self._values else []
         if missing:
-            raise PublishError(f"publish: the checkpoint lacks '{missing[0]}', which the policy's model has")
+            raise PublishError(f"publish: no tensor was published for '{missing[0]}', which the policy's model has")
         linears = {
             linear: linear.parts(self._weights[linear.names], self._biases.get(linear.names))
             for linear in self._linears
@@ -118,7 +118,7 @@ class PublishedWeights:
         return WeightSet(linears, self._values, self._head, self._kernels, self._kv_fp8)
 
     def base(self, name: str) -> Tensor:
-        """Return a published tensor of the last load, read back from the weights."""
+        """Return a published tensor as last loaded, recovered from the weights. Patches are applied to it."""
         module, _, suffix = name.rpartition(".")
         linear = self._linear_of.get(module)
         if linear is None or suffix == "bias":
@@ -128,7 +128,10 @@ class PublishedWeights:
         return self._last_read[1][name]
 
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
-        """Raise PublishError unless every tensor that products read matches, bit for bit, these published tensors."""
+        """Raise PublishError unless the weights that products read have the bits of these published tensors.
+
+        expected: Fingerprints of the whole snapshot, by published name.
+        """
         proof = Proof()
         wanted = {name: fingerprint for name, fingerprint in expected.items() if not name.endswith(METADATA)}
         linears = chain.from_iterable(self._published(linear, proof) for linear in self._linears)
@@ -144,7 +147,7 @@ class PublishedWeights:
     # --- one packed linear -------------------------------------------------------------------------------------
 
     def _fill(self, linear: PackedLinear, tensors: dict[str, Tensor]) -> None:
-        """Load published tensors of a packed linear. Missing ones are read back from the weights."""
+        """Load published tensors of a packed linear. Missing ones are recovered from its current weights."""
         held = self._weights.get(linear.names)
         if held is not None and len(tensors) < self._published_count(linear):  # a delta sends only what changed
             held_now = {
@@ -194,9 +197,9 @@ class PublishedWeights:
     # --- published tensors, read back --------------------------------------------------------------------------
 
     def _published(self, linear: PackedLinear, proof: Proof) -> Iterable[tuple[str, Tensor]]:
-        """Return the published tensors of a packed linear by name, recovered from what products read; experts joined.
+        """Return the published tensors of a packed linear by name, recovered from its weights; experts are joined.
 
-        proof: Collects bitwise comparisons of everything that products read with what the recovered tensors give.
+        proof: Collects bitwise comparisons of the weights with those that the recovered tensors give.
         """
         labeled = proof.of(f"{linear.names[0]}: ")
         weights, joined = self._weights[linear.names], self._joined.get(linear.names)
@@ -230,7 +233,7 @@ class PublishedWeights:
 
 
 def _in_own_memory(weight: LowBitWeight) -> LowBitWeight:
-    """Return a copy of the weight that has only its operands."""
+    """Return a copy of the weight with only the tensors that products read (`operands`)."""
     # The packed weight can be recovered from the tiled one, which has the same size.
     names = set(weight.operands) - ({"weight_packed"} if "weight_tiled" in weight.operands else set())
     operands = {name: operand.clone() for name, operand in weight.operands.items() if name in names}
@@ -240,5 +243,5 @@ def _in_own_memory(weight: LowBitWeight) -> LowBitWeight:
 def _joined_name(experts: PackedLinear) -> str:
     """Return the name under which `join_experts` publishes all experts of a packed linear."""
     owner = experts_of(experts.names[0].rpartition(".")[0])
-    assert owner is not None and experts.experts is not None, f"{experts.names[0]} is no expert"
+    assert owner is not None and experts.experts is not None, f"{experts.names[0]} is not an expert"
     return next(name for name, members in expert_stacks(owner, experts.experts).items() if members == experts.names)

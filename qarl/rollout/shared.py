@@ -22,7 +22,10 @@ from qarl.types import Prompt, Rollout
 from qarl.weight_sync.snapshot import Snapshot
 
 Headroom = Callable[[int | None], bool]
-"""Returns whether every GPU of a sampler has this many free bytes. None (no bytes needed) returns False."""
+"""Returns whether every GPU of a sampler has this many free bytes.
+
+A caller that has no sampler to wake passes None and gets False; it only takes part in the collective.
+"""
 
 
 def generate_share(
@@ -90,7 +93,7 @@ class SharedEngine:
         ranks: Ranks,
         check: Callable[[], None],  # called by all ranks after each `generate`
         samplers: range,  # see `generate_share`
-        longer_s: float,  # seconds that one rank may need more than another, see `together`
+        longer_s: float,  # seconds that one rank may take longer than another, see `together`
     ) -> None:
         self._engine, self._ranks, self._check = engine, ranks, check
         self._samplers, self._longer_s = samplers, longer_s
@@ -110,7 +113,7 @@ class SharedEngine:
 def publish_together(engine: RolloutEngine, snapshot: Snapshot, ranks: Ranks, rollout: RolloutConfig) -> None:
     """Publish a snapshot to the sampler of each rank; a collective."""
     if rollout.spans:
-        together(ranks, torch.cuda.empty_cache)  # vLLM of another rank starts or wakes on this rank's GPU
+        together(ranks, torch.cuda.empty_cache)  # another rank's vLLM will start or wake on this GPU
     together(ranks, lambda: engine.publish(snapshot), rollout.restarts_s)
 
 
@@ -157,7 +160,7 @@ def gather_rollouts(own: list[Rollout], ranks: Ranks) -> list[Rollout]:
 
 
 def _header(rollout: Rollout) -> dict[str, Any]:
-    """Return a rollout as JSON, with lengths, shapes and dtypes in place of its arrays."""
+    """Return the fields of a rollout as JSON, with the length of `token_ids`, and dtype and shape of `routing`."""
     routing = rollout.routing
     shape = None if routing is None else [str(routing.dtype).removeprefix("torch."), list(routing.shape)]
     return {**vars(rollout), "token_ids": len(rollout.token_ids), "logprobs": None, "routing": shape}
@@ -191,15 +194,15 @@ def ranks_headroom(device: torch.device, ranks: Ranks, size: int) -> Headroom:
 
     def headroom(needed: int | None) -> bool:
         first = ranks.rank - ranks.rank % size
-        asked = ranks.gather(needed)[first]
-        there = ranks.gather(asked is not None and has_headroom(device, asked))
-        return needed is not None and all(there[first : first + size])
+        requested = ranks.gather(needed)[first]
+        free = ranks.gather(requested is not None and has_headroom(device, requested))
+        return needed is not None and all(free[first : first + size])
 
     return headroom
 
 
 def has_headroom(device: torch.device, needed: int) -> bool:
-    """Return whether `needed` bytes of a GPU are free. Empties torch's cache if that can suffice."""
+    """Return whether `needed` bytes of a GPU are free. Empties torch's cache if that can free enough."""
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if torch.cuda.mem_get_info(device)[0] + cached < needed:
         return False

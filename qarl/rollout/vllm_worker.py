@@ -26,14 +26,17 @@ class Aborted(Exception):
 
 
 def serve(channel: Channel, phases: Phases) -> None:
-    """Start vLLM by the first order, then execute orders until the connection is closed."""
+    """Start vLLM with the settings of the first order, then execute orders until the connection is closed.
+
+    phases: Measures the parts of the start.
+    """
     order = channel.poll(None)
     assert order is not None and order[0] == "start", "the first order starts vLLM"
     settings, expected, plan = order[1]
     phases.end("order")
     try:
-        # During its start vLLM unfreezes all objects and collects garbage ten times, 0.25 s each with all imported
-        # objects. They stay frozen here; vLLM freezes all objects again at the end of its start.
+        # While it starts, vLLM unfreezes all objects and collects garbage ten times, which takes 0.25 s each with all
+        # imported objects. Here they stay frozen. vLLM freezes all objects again at the end of its start.
         with patch.object(gc, "unfreeze", lambda: None):
             host = Host(settings, expected, phases)
     except Exception as error:  # whatever vLLM raises
@@ -50,7 +53,7 @@ def serve(channel: Channel, phases: Phases) -> None:
 
     while (order := channel.poll(None)) is not None:
         operation, payload = order
-        if operation == "abort":  # it arrived after the order had been completed
+        if operation == "abort":  # arrived after the order that it aborts had completed
             continue
         if operation == "sample":
             assert isinstance(payload, AsyncSettings)
@@ -81,7 +84,7 @@ def import_ahead(exact: bool) -> None:
     with suppress(Exception):
         from vllm.platforms import current_platform
 
-        # cpu_worker patches torch before it imports gpu_worker, so only the platform's own is imported.
+        # cpu_worker patches torch before it imports gpu_worker, so only this platform's worker is imported.
         names.append(f"vllm.v1.worker.{'cpu' if current_platform.is_cpu() else 'gpu'}_worker")
     for name in names:
         with suppress(Exception):

@@ -33,7 +33,7 @@ MESSAGE_S = 0.01  # seconds to wait for a message of the sampler's process befor
 
 
 def sampler_gpu(config: Config, device: torch.device, ranks: Ranks) -> int | None:
-    """Return the CUDA index of this rank's sampler; None on the CPU. A collective.
+    """Return the CUDA index of the GPU of this rank's sampler; None on the CPU. A collective.
 
     Samplers use consecutive GPUs of the machine, starting at `rollout.async.device`, by default after the learners'.
 
@@ -77,7 +77,7 @@ class SamplerConnection:
     Attributes:
         process: The current process.
         started: Whether the first process has built its model.
-        restarts: Number of processes that failed.
+        restarts: Number of restarts so far.
         sampler_s: Seconds of generation so far.
         tokens: Number of tokens of finished responses so far.
         metrics: Metrics of the start and the last publish, by name.
@@ -174,7 +174,7 @@ class SamplerConnection:
     # --- the model ---------------------------------------------------------------------------------------------
 
     def _build(self, process: AsyncProcess) -> None:
-        assert self._model is not None, "`start` brings the settings"
+        assert self._model is not None, "`start` sets `_model`"
         if self._config.rollout.engine == "vllm":
             self._load_vllm(process)
         process.begin_with(self._model)

@@ -69,16 +69,16 @@ class _Totals(NamedTuple):
 
     time: float = 0.0  # by `time.monotonic()`
     sampler_s: float = 0.0  # seconds of generation
-    tokens: float = 0.0  # of finished responses
+    tokens: float = 0.0  # number of tokens of finished responses
     waited_s: float = 0.0  # seconds that the learner waited
 
 
 class AsyncEngine(RolloutEngine):
     """The sampler's process, the groups in flight, and a native engine in the learner's process for evaluations.
 
-    Each rank has its own sampler, which gets the rank's share of the prompts of each step.
-    Every rank lists the groups of all ranks in the same order, so that all ranks take the same groups. `take`, `finish`
-    and `state` are collectives.
+    Each rank has its own sampler, which gets the rank's share of the prompts of each step. Every rank lists the groups
+    of all ranks in the same order, so that all ranks take the same groups. `take`, `finish` and `state` are
+    collectives.
 
     Args:
         config: The run's configuration.
@@ -275,7 +275,9 @@ class AsyncEngine(RolloutEngine):
     def _next(
         self, waiting: list[PendingGroup], scored: Mapping[int, bool], count: int, step: int
     ) -> list[PendingGroup]:
-        """Choose the groups of a step, complete or not. Order `finished`: overdue groups first, then complete ones.
+        """Choose the groups of a step, complete or not: the oldest.
+
+        With `rollout.async.order: finished`, groups that this step must take come first, then complete ones.
 
         Args:
             waiting: Groups of all ranks that no step has taken.
@@ -309,7 +311,7 @@ class AsyncEngine(RolloutEngine):
     # --- checkpoints -------------------------------------------------------------------------------------------
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return what `load` continues from: this rank's tensors, and JSON with the state of all ranks.
+        """Return the state for `load`: this rank's tensors, and JSON with the state of all ranks.
 
         With `in_flight: wait`, unfinished responses are sampled again with the same weights. Otherwise their tokens so
         far are saved.

@@ -115,7 +115,7 @@ class GroupQueue:
             tick()
 
     def next_to_score(self) -> list[PendingGroup]:
-        """Wait for complete groups without scores, and return those of one step; none when the queue closes."""
+        """Wait for complete groups without scores, and return those of one step; [] once the queue closes."""
         with self.changed:
             while not self.to_score and not self.closing:
                 self.changed.wait()

@@ -42,7 +42,7 @@ class PendingGroup:
         partial: Unfinished responses from a checkpoint, by sample number.
         scores: Scores of the responses, in the order of sample numbers; None until they are scored.
         wave: The wave it competes in; None if the group is always learned from.
-        cancelled: Whether enough other groups of its wave were complete earlier.
+        cancelled: Whether the sampler dropped it, because enough other groups of its wave were complete earlier.
     """
 
     number: int
@@ -105,7 +105,7 @@ class PendingGroup:
 
 @dataclass(frozen=True)
 class Published:
-    """A publish in the sampler's sequence of orders. scores: the canary's log-probs, computed by the learner."""
+    """A publish in the sampler's sequence of orders. scores: The learner's log-probs of the canary, in nats."""
 
     version: int
     scores: list[float]
@@ -141,7 +141,7 @@ class OrderLog:
     def repeat(self, waits: bool) -> list[Published | Added]:
         """Return the orders for a restarted process.
 
-        waits: Sample responses with the weights that they were ordered with. Otherwise with the newest weights.
+        waits: Whether missing responses are sampled with the weights they were ordered with; otherwise with the newest.
         """
         self.prune()
         newest = [entry for entry in self.entries if isinstance(entry, Published)][-1:]

@@ -6,7 +6,7 @@ continue with the new weights. `cancel` (drop responses in progress) overtakes o
 waiting for the responses to drop.
 
 A publish has three parts. First tensors are received and verified while generation continues. Then generation pauses
-while they are loaded and the tensors that products read are verified. Last, the canary is scored between steps.
+while they are loaded and the loaded weights are verified. Last, the canary is scored between generation steps.
 
 Nothing is loaded from a checkpoint: the first publish sends all tensors.
 """
@@ -105,13 +105,13 @@ class NativeHost:
 
     @torch.no_grad()
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
-        """Load the tensors that `receive` returned, and verify what products read. Call `settle` first.
+        """Load the tensors that `receive` returned, and verify the loaded weights. Call `settle` first.
 
         Returns:
             Seconds of the parts `load` and `check`.
 
         Raises:
-            PublishError: The tensors that products read do not match those that were sent.
+            PublishError: The loaded weights do not match the tensors that were sent.
         """
         begin = time.perf_counter()
         self.weights.load(received)
@@ -138,7 +138,7 @@ class NativeHost:
 
     def add(self, groups: list[Group]) -> None:
         """Queue responses; those that already have tokens continue."""
-        assert self.generation is not None, "weights come first"
+        assert self.generation is not None, "the first order is a publish"
         limit = self.settings.sampling.max_response_length
         for group in groups:
             prompt = Prompt(group.prompt_id, group.token_ids, "")
@@ -299,6 +299,6 @@ def main(descriptor: int) -> None:
     channel = Channel(socket.socket(fileno=descriptor))
     with suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the learner is gone
         order = channel.poll(None)
-        assert order is not None and order[0] == "start", "the first order brings the settings"
+        assert order is not None and order[0] == "start", "the first order is `start`"
         settings, plan = order[1]
         serve(channel, partial(NativeHost, settings), open_receiver(plan))

@@ -42,7 +42,7 @@ class AsyncProcess(SamplerProcess):
         super().__init__(learner, gpu, numerics, directory / LOG, rollout.asynchronous.timeout_s)
 
     def begin_with(self, settings: AsyncSettings) -> None:
-        """Send the settings. The native engine then builds its model; vLLM has built its own in `begin_start`."""
+        """Send the settings. The native engine then builds its model; vLLM has loaded its model after `begin_start`."""
         if self._vllm:
             self.begin("sample", settings)
         else:

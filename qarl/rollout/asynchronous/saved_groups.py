@@ -31,11 +31,11 @@ SAMPLED_WITH = (
     "dynamic_sampling",
 )
 QUEUED_WITH = "max_staleness", "publish_every", "in_flight", "order", "oversample", "proximal"
-SHARED = "tokens", "logprobs"  # tensors that hold those of all groups of all ranks
+SHARED = "tokens", "logprobs"  # tensors that a checkpoint has once, concatenated over the ranks
 
 
 def sampled_with(config: Config) -> dict[str, Any]:
-    """Return the configuration that the waiting groups depend on: their responses, their number and their age."""
+    """Return the settings that determine the responses, the number and the age of the waiting groups, by key."""
     assert config.rollout.asynchronous is not None, "the run samples asynchronously"
     rollout, ahead = (part.model_dump(mode="json") for part in (config.rollout, config.rollout.asynchronous))
     return (
@@ -46,7 +46,7 @@ def sampled_with(config: Config) -> dict[str, Any]:
 
 
 def changed_key(config: Config, state: dict[str, Any]) -> str:
-    """Return a key whose value differs from that of the run that saved `state`, with that value; "" if none does.
+    """Return "KEY: SAVED VALUE" of the first setting that differs from the run that saved `state`; "" if none does.
 
     Checkpoints of earlier versions have only `rollout.n`.
     """
@@ -55,10 +55,10 @@ def changed_key(config: Config, state: dict[str, Any]) -> str:
 
 
 def save_groups(groups: Iterable[PendingGroup]) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """Return tensors by name and JSON rows that `load_groups` reads.
+    """Return tensors by name, and one JSON row per group, for `load_groups`.
 
-    The tensors `tokens` (int64) and `logprobs` (float64) have those of all responses, finished and unfinished,
-    concatenated in the order of the JSON.
+    The tensors `tokens` (T,) int64 and `logprobs` (T,) float64 are concatenated over all responses, finished and
+    unfinished, in the order of the JSON. `routing/GROUP/SAMPLE` is the `Rollout.routing` of a response.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -135,7 +135,7 @@ def load_groups(
                 object.__setattr__(group.rollouts[sample], "routing", routing)
         groups.append(group)
     if at != len(ids) or at != len(values):
-        raise UserError("the saved responses do not have the lengths that their list states")
+        raise UserError("rollout.async: the saved tokens do not match the list of saved responses")
     for group in groups:
         group.rank %= ranks.count
         if group.rank != ranks.rank:
@@ -153,7 +153,7 @@ def _saved_prompt(prompts: Mapping[int, Prompt], number: int, digest: str | None
 
 
 def prompt_digest(prompt: Prompt) -> str:
-    """Return the SHA-256 of what a prompt's responses and scores depend on."""
+    """Return the SHA-256 (hex) of the parts of a prompt that its responses and scores depend on."""
     return hashlib.sha256(json.dumps([prompt.token_ids, prompt.text, pack(prompt.columns)]).encode()).hexdigest()
 
 
@@ -166,7 +166,7 @@ def save_log(log: OrderLog) -> list[list[Any]]:
 
 
 def load_log(rows: list[list[Any]], groups: Iterable[PendingGroup]) -> OrderLog:
-    """Return the log that `save_log` saved, with these groups alone."""
+    """Return the log that `save_log` saved, without orders for groups other than these."""
     log, by_number = OrderLog(), {group.number: group for group in groups}
     for operation, what in rows:
         if operation == "add":
@@ -201,8 +201,7 @@ def gather_saved(
     """Gather what `save_groups` and `save_log` returned on each rank. A collective.
 
     Returns:
-        This rank's tensors of the checkpoint, those that all ranks share on the first rank only; and the JSON of all
-        ranks.
+        This rank's tensors, on the first rank with the `SHARED` tensors of all ranks; and the JSON of all ranks.
     """
     parts = {name: ranks.gather_tensors(tensors[name]) for name in SHARED}
     own = {name: tensor for name, tensor in tensors.items() if name not in SHARED}

@@ -31,7 +31,7 @@ class InProgress:
         group: Number of its group.
         prompt: Its prompt.
         sample: Its sample number.
-        before: Tokens that an earlier process sampled. vLLM gets them as a part of the prompt.
+        before: What an earlier process sampled. vLLM gets these tokens as a part of the prompt.
         versions: Policy version of each token that vLLM sampled before the last publish.
     """
 
@@ -72,8 +72,9 @@ class VLLMHost:
 
     def publish(self, update: WeightUpdate, received: Any) -> dict[str, float]:
         """See `NativeHost.publish`; also receives the tensors."""
+        # All tokens sampled so far are from the previous version.
         for name, count, _ in self._host.partial_outputs():
-            assert self._version is not None, "weights come first"
+            assert self._version is not None, "the first order is a publish"
             versions = self._responses[name].versions
             versions += [self._version] * (count - len(versions))
         seconds = self._host.publish(update.version, received, update.expected, self.in_flight)
@@ -90,7 +91,7 @@ class VLLMHost:
 
     def add(self, groups: list[Group]) -> None:
         """Queue responses; those that already have tokens continue."""
-        assert self._version is not None, "weights come first"
+        assert self._version is not None, "the first order is a publish"
         for group in groups:
             prompt = Prompt(group.prompt_id, group.token_ids, "")
             for sample in group.samples:
@@ -137,7 +138,7 @@ class VLLMHost:
         return [self._answer(self._responses.pop(name), response) for name, response in ended]
 
     def _answer(self, response: InProgress, end: Response) -> tuple[Any, ...]:
-        assert self._version is not None, "weights come first"
+        assert self._version is not None, "the first order is a publish"
         require_finite(end.logprobs, response.prompt, self._version)
         tokens, logprobs, versions = response.extended(end.token_ids, end.logprobs, self._version)
         reason, stopped_by = end.finish_reason, end.stopped_by

@@ -53,7 +53,7 @@ class AsyncRunner(Runner):
         # one tensor, so that `Inputs.token_index` can point into both.
         self._block, self._tokens = self._memory.split([words, sampled])
         self._logprobs = torch.zeros(sampled, dtype=torch.float32, device=device)
-        self._hidden: Tensor | None = None  # a decode's hidden states for top-k and top-p, which no graph contains
+        self._hidden: Tensor | None = None  # of a decode, kept for top-k and top-p: these are not in the graph
         self._row: dict[Sequence, int] = {}  # row of each sequence's token in `_tokens`
         self._table = np.zeros((most, pages), np.int32)  # pages of the sequences in `_order`
         self._order: list[Sequence] = []
@@ -76,7 +76,7 @@ class AsyncRunner(Runner):
         rows = list(range(len(sequences)))
         if prefills := [chunk for chunk in chunks if not chunk.single]:
             sampled = self._prefill(prefills, computed, size)
-            self._order = []  # a prefilled sequence may have had other pages in the table
+            self._order = []  # a recomputed sequence has other pages than in `_table`
             sequences += sampled
             rows += range(size, size + len(sampled))
         self._row = dict(zip(sequences, rows, strict=True))
@@ -113,6 +113,7 @@ class AsyncRunner(Runner):
         sequences = [chunk.sequence for chunk in chunks]
         lengths = np.fromiter((chunk.stop for chunk in chunks), np.int64, count)
         positions = lengths - 1
+        # Prefills of one token, which the host knows.
         joining = [row for row, chunk in enumerate(chunks) if chunk.prefill is not None]
         self._update_table(sequences, positions, bool(joining))
         page, offset = positions // PAGE, positions % PAGE
@@ -130,7 +131,10 @@ class AsyncRunner(Runner):
         table[:count] = self._table[:count, : table.shape[1]]
 
     def _update_table(self, sequences: list[Sequence], positions: np.ndarray, joining: bool) -> None:
-        """Write the sequences' pages to `_table`. If the sequences are those of the last step, only add new pages."""
+        """Write the sequences' pages to `_table`. Only add new pages if the sequences are those of the last step.
+
+        joining: Whether a sequence was started or resumed, so that its pages in the table may be wrong.
+        """
         if joining or sequences != self._order:
             self._order = sequences
             for line, sequence in zip(self._table, sequences, strict=False):

@@ -54,7 +54,7 @@ class Generation:
         runner: Runs the steps.
         stopping: Stop conditions of all responses.
         version: Policy version of the sampler's weights.
-        record: Collects the experts that tokens are routed to. Default: not recorded.
+        record: Collects the experts that tokens are routed to. None: they are not recorded.
 
     Attributes:
         version: Policy version that is stored with tokens that are read.
@@ -135,7 +135,8 @@ class Generation:
     def use_version(self, version: int) -> None:
         """Set the policy version of the sampler's weights, from the next step on.
 
-        Drops the recorded experts of ended responses if no response is in progress, as in every run that records them.
+        Drops the recorded experts if no response is in progress. This is so in every run that records experts, because
+        such runs wait for all responses before the weights change.
         """
         self.version = version
         if self._record is not None and not self.busy:
@@ -152,7 +153,7 @@ class Generation:
         self._scheduler.cancel(responses)
 
     def rollout(self, response: Response, seed: int) -> Rollout:
-        """Return an ended response. `Rollout.version` is the version of its last token."""
+        """Return a response that has ended as a rollout. `Rollout.version` is the version of its last token."""
         routing = None if self._record is None else self._record.of(response)
         r = response
         assert r.finish_reason is not None, "a response has not ended"

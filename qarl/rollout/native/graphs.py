@@ -91,9 +91,9 @@ class Inputs:
     `lengths` and `table` see `DecodeAttention`.
     """
 
-    block: Tensor  # (N,) int64, contains all others
+    block: Tensor  # (N,) int64, the memory of all others
     host_tokens: Tensor  # (S,) int64, token ids that the host knows; the beginning of the block
-    token_index: Tensor  # (S,) int64, index of the row's input token in the tensor that begins with the block
+    token_index: Tensor  # (S,) int64, index of each row's input token in `AsyncRunner._memory`
     positions: Tensor
     slots: Tensor
     points: Tensor  # (S,) float64, uniform random numbers that the next tokens are sampled with

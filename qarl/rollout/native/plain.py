@@ -50,7 +50,10 @@ class PlainRunner(Runner):
         return StepOutput(sequences, range(len(sequences)), torch.cat(tokens), torch.cat(logprobs), routing)
 
     def _sample(self, hidden: Tensor, rows: list[int], points: list[float]) -> tuple[Tensor, Tensor]:
-        """Sample one token per point from `hidden[row]`, (T, H). Returns token ids and log-probs, (R,) each."""
+        """Sample R tokens, each from hidden[row] and with its point. Returns token ids and log-probs, (R,) each.
+
+        hidden: (T, H). rows, points: R each; a row may occur several times.
+        """
         distinct = list(dict.fromkeys(rows))
         log_probs = log_probs_of(self.sampler.logits(hidden[distinct]), self.truncation)
         if len(distinct) < len(rows):

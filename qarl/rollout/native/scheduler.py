@@ -92,7 +92,7 @@ class Scheduler:
         budget = self.max_batched_tokens
         chunks = []
         index = 0
-        while index < len(self.running) and budget > 0:  # preempted from the end, so never one with a chunk
+        while index < len(self.running) and budget > 0:  # preempts from the end, so never one with a chunk
             sequence = self.running[index]
             length = sequence.length
             if length <= PAGE * len(sequence.pages) or self._make_room(sequence):
@@ -177,6 +177,7 @@ class Scheduler:
         return sum(s.pages_missing(len(s.prompt.token_ids) + self.max_response_length) > 0 for s in started)
 
     def _fork(self, prefill: Prefill) -> list[Sequence]:
+        """Start as many siblings on the lead's pages as fit, and requeue the others. Returns those that started."""
         lead, siblings = prefill.lead, prefill.siblings
         full, partial = divmod(lead.computed, PAGE)
         slots = self.max_num_seqs - len(self.running) - len(self.prefilling)

@@ -118,7 +118,10 @@ def announce(tracer: Tracer | None, chunks: list[Chunk]) -> None:
 
 
 def rows_to_sample(chunks: list[Chunk], computed: Computed) -> tuple[list[Sequence], list[int]]:
-    """Mark chunks as computed. Returns the sequences that sample a token, and the row of each; forks share a row."""
+    """Mark chunks as computed. Returns the sequences that sample a token, and the row of each.
+
+    Samples that fork from one prefill share a row.
+    """
     sequences: list[Sequence] = []
     rows: list[int] = []
     row = 0

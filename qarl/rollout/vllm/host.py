@@ -137,7 +137,7 @@ class Host:
             self.numerics.all_agree(False)
             raise
         if not self.numerics.all_agree(True):
-            raise PublishError(f"publish of version {version}: another process of the same model refused it")
+            raise PublishError(f"publish of version {version}: another process of the same model rejected it")
         return seconds
 
     def _publish(

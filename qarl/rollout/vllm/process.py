@@ -71,7 +71,7 @@ class SamplerProcess(Sampler):
         gpu: CUDA index of the sampler's GPU; None for the learner's GPU or the CPU.
         numerics: `exact` or `fast`, see `SamplerSettings`; `native`: the native engine samples.
         log: File for the output of the process.
-        timeout_s: Seconds without a byte from a busy process after which it counts as hung.
+        timeout_s: A busy process that sends nothing for this many seconds counts as hung.
 
     Raises:
         UserError: The log cannot be written.

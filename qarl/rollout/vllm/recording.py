@@ -26,7 +26,10 @@ Experts = Callable[[int], Tensor]
 
 
 class RoutingBuffer:
-    """Buffer (R, ...) int16 for the experts of the last forward's rows. Calling it writes the first rows."""
+    """Buffer for the experts of the last forward's rows, one row each. Calling it writes the first rows.
+
+    shape: (R, k) for one layer, or (R, L, k). The dtype is int16.
+    """
 
     def __init__(self, *shape: int, device: torch.device | None = None) -> None:
         self._experts = torch.zeros(shape, dtype=torch.int16, device=device)
@@ -53,7 +56,7 @@ class RoutingRecorder:
         self._bytes = 0  # of recorded rows on the device
 
     def record(self, batch: Any, scheduled: dict[str, int]) -> None:
-        """Record a forward after its launch. batch: the model runner's. scheduled: number of tokens per request."""
+        """Record a forward after its launch. batch: The model runner's. scheduled: Tokens by request."""
         spans = []  # (request, position of its first row, number of rows)
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))

@@ -1,4 +1,4 @@
-"""Changes of vLLM's sampling: seeded as fast as unseeded on a GPU, and stop strings found as by the native engine.
+"""Patches of vLLM: seeded sampling as fast as unseeded on a GPU, and the native engine's handling of stop strings.
 
 vLLM generates the noise of a seeded request with the request's own generator: one kernel launch per request and step.
 Here one counter-based kernel generates the noise of the whole batch from each request's seed and generator offset.
@@ -40,13 +40,13 @@ def batch_seeded_noise() -> None:
 def find_stop_strings_as_native() -> None:
     """Make vLLM end a response at the token at which the native engine ends it.
 
-    - vLLM decodes prompt and response together. If the prompt's text ends in U+FFFD, which is also how a part of a
-      character decodes, vLLM takes the prompt for a part of the response, and a stop string in it ends the response.
-      Here the response is decoded alone.
-    - vLLM waits for the rest of a character, also with the text before it: of a token with a stop string and the first
-      byte of a character. `Stopping` looks at every token for which vLLM has no text.
-    - Bytes that turn a complete character into an invalid one make vLLM start decoding again, which may lose a space.
-      After that `Stopping` looks at every token. It takes 30 us per token, 30 times as long as vLLM's own decoding.
+    - vLLM decodes prompt and response together. If the prompt's text ends in U+FFFD, vLLM assumes an incomplete
+      character and treats the prompt's text as part of the response, so a stop string in it ends the response. Here
+      the response is decoded alone.
+    - If a token ends within a character, vLLM holds back all of the token's text, even if it contains a stop string.
+      Here `Stopping` checks every token for which vLLM returns no text.
+    - If bytes turn a complete character into an invalid one, vLLM restarts its decoder, which may lose a space. From
+      then on `Stopping` checks every token. This takes 30 us per token, 30 times as long as vLLM's own decoding.
     """
     fast = detokenizer.FastIncrementalDetokenizer
     original, update = fast.__init__, fast.update

@@ -85,7 +85,7 @@ def install_policy_sampler(model_runner: Any) -> None:
 
 
 class PolicySampler(Sampler):
-    """Samples with each request's own noise from the logits of `ExactModel.compute_logits`.
+    """Samples from the logits of `ExactModel.compute_logits`, with one random generator per request.
 
     These logits already include temperature and truncation, which are the same for all requests of a call. Of vLLM's
     sampling parameters it only reads the seeds and whether sampling is greedy.

@@ -14,7 +14,7 @@ from typing import Any
 def known_limits(quantization: dict[str, Any] | None, version: str, experts: bool) -> tuple[str, str]:
     """Return what vLLM cannot do with a quantization format on this device.
 
-    Sources: vLLM 0.24 and 0.32 (`compressed_tensors.py`, `kernels/linear`), and observations on these devices.
+    Sources: vLLM 0.24 and 0.32 (`compressed_tensors.py`, `kernels/linear`), and tests on such devices.
 
     Args:
         quantization: `quantization_config` of the checkpoint; None if it is not quantized.
@@ -50,10 +50,10 @@ def known_limits(quantization: dict[str, Any] | None, version: str, experts: boo
             return "", f"its int8 product is off by {error:.0%} on this CPU" if error > 0.01 else ""
     elif weights["num_bits"] == 4 and activations is not None and activations["type"] == "int":
         if experts:
-            return f"vLLM {version} has no experts of int4 weights with int8 activations on a GPU", ""
+            return f"vLLM {version} has no kernel for experts with int4 weights and int8 activations on a GPU", ""
         if weights["group_size"] != 128:
             return f"vLLM {version} has no kernel for int4 weights with int8 activations on this GPU", ""
-        return "", "it quantizes activations to FP8 here, where the format says int8"
+        return "", "on this GPU it quantizes activations to FP8, although the format says int8"
     return "", ""
 
 
@@ -100,8 +100,8 @@ def keep_int8_scales_alive() -> None:
 def request_amx() -> None:
     """Ask Linux for the AMX tile registers, which vLLM's kernels use on a CPU that has them.
 
-    vLLM asks only in some products. Without this it ended with an illegal instruction on a checkpoint of 8-bit integer
-    weights and activations (observed with 0.32).
+    vLLM itself asks only for some of its kernels. Without this it ended with an illegal instruction on a checkpoint of
+    8-bit integer weights and activations (observed with 0.32).
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Finds the published tensors in a loaded vLLM model, and verifies them there after every publish.
 
 vLLM fuses layers (q, k and v), and transposes and repacks weights for its kernels. After the first full load from a
-checkpoint, each published tensor is searched in its layer: unchanged, as rows of the fused tensor, transposed, or in
+checkpoint, each published tensor is looked up in its layer: unchanged, as rows of the fused tensor, transposed, or in
 another dtype. If it is found, every later publish must put the sent bytes there. If the kernel's layout hides it, the
 layer's bytes must change exactly if the sent tensors change, which detects a layer that a reload dropped or left stale.
 The canary covers what such a layer computes.
@@ -87,10 +87,10 @@ class LoadedModel:
     Attributes:
         units: Result of `load_units`.
         direct: Location of each published tensor that was found, by name.
-        opaque: Layers in which a published tensor was not found, without the blind ones.
+        opaque: Layers in which a published tensor was not found, except the blind ones.
         blind: Layers in which a published tensor was not found, and whose weights are not among their tensors because a
             library stores them. Only the canary covers them.
-        plain: Layers that have exactly the published tensors.
+        plain: Layers whose tensors are exactly the published ones.
         proved_frac: Fraction of the published bytes in `direct` tensors.
     """
 
@@ -98,7 +98,7 @@ class LoadedModel:
         self._model = model
         self._modules = dict(model.named_modules())
         self.units = load_units(model)
-        self._names: dict[str, list[str]] = {}  # of published tensors, by unit
+        self._names: dict[str, list[str]] = {}  # names of the published tensors of each unit
         for name in expected:
             self._names.setdefault(self.unit_of(name).name, []).append(name)
         self.direct: dict[str, _Location] = {}
@@ -120,13 +120,13 @@ class LoadedModel:
         total = sum(p.nbytes for p in expected.values())
         self.proved_frac = sum(expected[name].nbytes for name in self.direct) / total
         self.opaque = tuple(name for name in hidden if name not in self.blind)
-        self._sent, self._held = self._sent_prints(expected), self._held_prints()
+        self._sent, self._held = self._sent_fingerprints(expected), self._model_fingerprints()
 
     def unit_of(self, name: str) -> Unit:
         """Return the unit of a published tensor. Raises PublishError if the model has no such layer."""
         unit = self.units.get(name.rpartition(".")[0])
         if unit is None:
-            raise PublishError(f"publish: vLLM's model has no layer for '{name}': its architecture is not the policy's")
+            raise PublishError(f"publish: vLLM's model has no layer for '{name}'; its architecture differs")
         return unit
 
     def read(self, names: Iterable[str], expected: Mapping[str, Fingerprint]) -> Iterator[tuple[str, Tensor]]:
@@ -156,7 +156,7 @@ class LoadedModel:
         """Raise PublishError unless the model has the expected snapshot, as far as its layout shows."""
         direct = {name: expected[name] for name in self.direct}
         verify(version, direct, fingerprints(self.read(self.direct, expected)), "vLLM")
-        sent, held = self._sent_prints(expected), self._held_prints()
+        sent, held = self._sent_fingerprints(expected), self._model_fingerprints()
         for layer in self.opaque:
             moved = sent[layer] != self._sent[layer]
             if moved != (held[layer] != self._held[layer]):
@@ -204,10 +204,10 @@ class LoadedModel:
                 found.add(unit)
         return frozenset(found)
 
-    def _sent_prints(self, expected: Mapping[str, Fingerprint]) -> dict[str, list[Fingerprint]]:
+    def _sent_fingerprints(self, expected: Mapping[str, Fingerprint]) -> dict[str, list[Fingerprint]]:
         return {unit: [expected[name] for name in self._names[unit]] for unit in self.opaque}
 
-    def _held_prints(self) -> dict[str, list[Fingerprint]]:
+    def _model_fingerprints(self) -> dict[str, list[Fingerprint]]:
         own = {
             unit: {name: t for name, t in _own_tensors(self._modules[unit]).items() if not name.endswith(UNSENT)}
             for unit in self.opaque

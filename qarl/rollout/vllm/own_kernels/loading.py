@@ -34,14 +34,14 @@ class Loader:
 
     Args:
         worker: vLLM's worker.
-        held: The loaded model.
+        held: The published tensors in the loaded model.
         expected: Fingerprints of the snapshot in `checkpoint`, by published name.
         checkpoint: Directory that vLLM was started from.
         staging: Keep a copy of the published tensors of repacked layers, which patches are applied to.
         shard: The part of each tensor that this process has. vLLM's reload splits tensors itself.
 
     Attributes:
-        kernel_tensors: Other tensors of all layers, to be saved and restored around a sleep.
+        kernel_tensors: Tensors of all layers that are not parameters or buffers; saved and restored around a sleep.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ def in_layout_of(name: str, stack: Tensor, parameter: nn.Parameter) -> Tensor | 
         return None
     each = stack.unflatten(0, (shape[0], len(stack) // shape[0]))
     if name.endswith(tuple(suffix.removeprefix(".") for suffix in METADATA)):
-        each = each[:, -shape[-1] :]  # gate and up have the same
+        each = each[:, -shape[-1] :]  # stacks repeat it for gate and up, which have the same
     elif getattr(parameter, "is_transposed", False) and each.dim() == 3:
         each = each.transpose(1, 2)
     if each.dim() == 2 and each.shape[1] == 1 and len(shape) == 1:

@@ -82,7 +82,9 @@ class OwnKernels(Numerics):
     def check(self, version: int, expected: Mapping[str, Fingerprint]) -> None:
         self._held.check(version, self._parts if self._shard.count > 1 else expected)
         if self._head is not None and not self._head.is_current():
-            raise PublishError(f"publish of version {version}: vLLM's output layer does not multiply with its weight")
+            raise PublishError(
+                f"publish of version {version}: the float32 copy of vLLM's output layer differs from its weight"
+            )
 
     def all_agree(self, ok: bool) -> bool:
         return all_agree(ok) if self._shard.count > 1 else ok

@@ -33,8 +33,8 @@ from qarl.weight_sync.update import WeightUpdate
 
 BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 BY_COLUMNS = ("o_proj", "down_proj")
-BY_WORDS = ("embed_tokens", "lm_head")
-WORDS = 64  # vLLM pads the vocabulary to a multiple of this
+BY_VOCABULARY = ("embed_tokens", "lm_head")
+VOCABULARY_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of this
 
 
 class TensorParallelSampler(Sampler):
@@ -133,7 +133,7 @@ def parallel_arguments(count: int, on_gpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "tensor_parallel_size": count,
         "distributed_executor_backend": "external_launcher",
-        "disable_custom_all_reduce": True,  # needs to see the other GPUs; NCCL reduces instead
+        "disable_custom_all_reduce": True,  # a process sees only its own GPU; NCCL reduces instead
         "async_scheduling": False,  # depends on timing, which may differ between processes
     }
     if on_gpu:
@@ -206,8 +206,9 @@ def shard_of(name: str, tensor: Tensor, shard: Shard) -> Tensor:
     layer = name.split(".")[-2] if "." in name else ""
     if shard.count == 1 or name.endswith(METADATA):
         return tensor
-    if layer in BY_WORDS:
-        each = math.ceil(tensor.shape[0] / WORDS) * WORDS // shard.count
+    if layer in BY_VOCABULARY:
+        padded = math.ceil(tensor.shape[0] / VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+        each = padded // shard.count
         return tensor[shard.index * each : (shard.index + 1) * each]
     if layer in BY_ROWS and tensor.ndim and tensor.shape[0] > 1:
         return _part(name, tensor, 0, shard)
