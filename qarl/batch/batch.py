@@ -126,15 +126,18 @@ class Batch:
             if column is not None:
                 column.share(ranks)
 
-    @cached_property
+    @property
     def served(self) -> Batch:
         """The batch without recorded sets and experts, for the sampler's arithmetic if the learner has another.
 
         With those of the learner (`truncation_set: replay`, `routing: replay_learner`), log-probs would differ from the
         sampler's although no weight has changed.
         """
-        recorded = self.kept is not None or self.chosen is not None
-        return replace(self, kept=None, chosen=None) if recorded else self
+        return self if self.kept is None and self.chosen is None else self._without_records
+
+    @cached_property
+    def _without_records(self) -> Batch:
+        return replace(self, kept=None, chosen=None)
 
     def part(self, indices: Sequence[int], device: torch.device | None = None) -> Part:
         """Return the responses `indices` as a part, read on `device` (default: the batch's)."""
@@ -201,7 +204,8 @@ class Part:
     @property
     def served(self) -> Part:
         """The part for forwards in the sampler's arithmetic; see `Batch.served`."""
-        return replace(self, batch=self.batch.served)
+        batch = self.batch.served
+        return self if batch is self.batch else replace(self, batch=batch)
 
     @property
     def stale(self) -> bool:

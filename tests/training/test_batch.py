@@ -1,12 +1,13 @@
 """From rollouts to minibatches and micro-batches."""
 
 import random
+import weakref
 
 import pytest
 import torch
 
 from qarl.batch.batch import CPU, Batch, Part, build_batch, rounds
-from qarl.batch.columns import Column
+from qarl.batch.columns import Column, KeptColumn
 from qarl.batch.micro_batches import EVEN_LENGTH, assign
 from qarl.types import Prompt, Rollout
 
@@ -71,9 +72,8 @@ def test_forward_tokens_count_a_prompt_once_for_neighbours_that_share_it():
 
 
 def test_the_budget_counts_a_prompt_once_that_groups_share():
-    prompts = [prompt(8), prompt(9), prompt(8)]
-    rollouts = [rollout(8, 0), rollout(9, 0), rollout(8, 0)]
-    whole = build_batch(prompts, rollouts, [0.0] * 3, "grpo", 0).whole()
+    ids = 8, 9, 8
+    whole = build_batch([prompt(i) for i in ids], [rollout(i, 0) for i in ids], [0.0] * 3, "grpo", 0).whole()
     first, second = whole.micro_batches(6)
     assert (first.indices, first.forward_tokens, second.indices) == ((0, 2), 2 + 2 + 2, (1,))
     assert first.work == whole.batch.part([0]).work + 2 * (1 + 3 / EVEN_LENGTH)
@@ -92,8 +92,7 @@ def test_a_column_filled_in_parts_is_read_in_any_order_and_cut():
     assert batch.logp_old.known(whole) and not batch.logp.known(batch.part([0]))
     assert torch.equal(whole.logp_old, values.detach()) and not whole.logp_old.requires_grad
     for indices in ([4, 0, 19], shuffled):
-        read = batch.part(indices).logp_old
-        assert torch.equal(read, torch.cat([by_response[i] for i in indices]))
+        assert torch.equal(batch.part(indices).logp_old, torch.cat([by_response[i] for i in indices]))
 
 
 def test_a_response_that_was_not_filled_in_is_not_read():
@@ -101,6 +100,16 @@ def test_a_response_that_was_not_filled_in_is_not_read():
     batch.logp_old.fill(batch.part([2]), torch.zeros(len(batch.responses[2])))
     with pytest.raises(AssertionError, match="response 5 has not been filled"):
         batch.part([2, 5]).logp_old.sum()
+
+
+def test_a_served_part_is_the_part_itself_unless_the_batch_has_records_and_no_cycle_keeps_the_batch():
+    batch = ragged(5)
+    part, alive = batch.whole(), weakref.ref(batch)
+    assert part.served is part  # with all that it has cached, such as the experts of its rows
+    batch.kept = KeptColumn(len(batch))
+    assert part.served.batch.kept is None and part.served.batch is batch.served
+    del batch, part
+    assert alive() is None
 
 
 # --- micro-batches of similar work, which a GPU gets
@@ -114,9 +123,8 @@ def test_micro_batches_hold_every_response_once_within_the_budget_and_a_gpu_has_
         by_tokens, by_work = (batch.part(indices, device).micro_batches(max_tokens) for device in (CPU, GPU))
         assert len(by_work) == len(by_tokens)
         assert sorted(i for part in by_tokens for i in part.indices) == sorted(indices)
-        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_tokens)
         assert [i for part in by_work for i in part.indices] == [i for part in by_tokens for i in part.indices]
-        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in by_work)
+        assert all(len(part) == 1 or part.forward_tokens <= max_tokens for part in [*by_tokens, *by_work])
 
 
 # --- several ranks
