@@ -73,7 +73,7 @@ def _async_faults(config: Config, count: int, gpus: int | None) -> Iterator[Faul
 
 
 def _visible(gpus: int) -> str:
-    return f"this machine has {gpus} visible GPUs (0 to {gpus - 1})"
+    return f"this machine has {gpus} visible GPUs (0 to {gpus - 1})" if gpus > 1 else "this machine has one visible GPU"
 
 
 def _of_learner(count: int) -> str:
