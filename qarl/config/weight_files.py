@@ -193,8 +193,8 @@ def _difference(
     if shapes:
         name = shapes[0]
         faults.append(
-            f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, according to {source} "
-            f"{list(wanted[name].shape)})"
+            f"{len(shapes):,} of another shape ({name} is {list(held[name][0])}, but {list(wanted[name].shape)} "
+            f"according to {source})"
         )
     if types:
         name = types[0]
