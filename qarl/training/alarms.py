@@ -10,8 +10,8 @@ from qarl.objectives.common import ESS, WEIGHT_MEAN
 from qarl.objectives.correction import REJECTED, per_token
 from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, Objective
 
-MOST = 0.5  # fraction rejected above which a step counts toward a warning
-IN_A_ROW = 10  # consecutive such steps before the warning
+MOST = 0.5  # a step that rejects more than this fraction counts toward a warning
+IN_A_ROW = 10  # number of consecutive such steps before the warning
 CLAMPED = "correction/clamped_frac"
 
 # Largest fraction of a minibatch's responses or tokens that may lie outside the learner's truncated distribution and
@@ -129,7 +129,7 @@ def idle_correction(config: Config, objective: Objective, history: Sequence[Mapp
 
 
 def loosen(config: Config) -> str:
-    """Suggest settings that prune fewer tokens: `set objective.truncation_set: replay or raise rollout.top_p (0.9)`."""
+    """Suggest settings that prune fewer tokens, such as `raise rollout.top_p (0.9) or raise rollout.top_k (20)`."""
     rollout, rho = config.rollout, config.objective.dvp_rho
     replays = not config.ranked or config.objective.truncation_set == "replay"
     keys = [

@@ -1,8 +1,8 @@
-"""Estimated GPU time of sampling and learning per step, and the split of GPUs that follows. Imports no torch.
+"""Estimate the GPU time of sampling and learning per step, and the split of GPUs that balances them. Imports no torch.
 
 Decoding is bound by memory bandwidth: each decode step reads all weights once and the keys and values of every sequence
-in progress. Learning is bound by compute. A GPU is assumed to reach fixed fractions of an H100's peaks. Tails of long
-responses and publishes are left out, so only the ratio of the two times is meant to be used.
+in progress. Learning is bound by compute. A GPU is assumed to reach fixed fractions of an H100's peaks. The estimate
+ignores publishes, and the time in which only a few long responses are left. Use only the ratio of the two times.
 
 The constants fit two runs (benchmarks/results/async_gpu.json): Qwen3-1.7B's shapes in W4A16, 256 responses with prompts
 of 64 tokens, one H100 each. GPU-seconds of sampler and learner, and their ratio:
@@ -26,7 +26,7 @@ BANDWIDTH, FLOPS = 3.35e12, 989e12  # H100 SXM: bytes per second, and 16-bit FLO
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.45  # fractions reached by decoding and by the learner
 DECODE_STEP_S = 0.005  # launches and host work of a decode step
 LENGTH_SHARE = 0.5  # assumed mean length of a response, as a fraction of rollout.max_response_length
-# Work of the backward that `train.recompute` adds, in forwards of the layers.
+# Extra work of the backward per value of `train.recompute`, relative to a forward.
 RECOMPUTED = {"elementwise": 0.0, "mlp": 0.4, "products": 0.8, "layer": 1.0}
 
 
@@ -48,11 +48,11 @@ class StepTime:
 
 
 def split_text(time: StepTime, length: int) -> str:
-    """Return the line that `qarl check` prints.
+    """Format an estimate as the line that `qarl check` prints.
 
     Args:
         time: Estimated time of a step.
-        length: Assumed tokens per response.
+        length: Response length in tokens that the estimate assumes.
     """
     gpus = 8  # an example
     samplers = time.samplers(gpus)
@@ -65,7 +65,7 @@ def split_text(time: StepTime, length: int) -> str:
 
 
 def assumed_length(config: Config) -> int:
-    """Assumed mean length of a response in tokens."""
+    """Return the mean response length, in tokens, that estimates assume."""
     return max(1, round(LENGTH_SHARE * config.rollout.max_response_length))
 
 
@@ -75,18 +75,21 @@ def step_time(config: Config, architecture: Architecture, length: int) -> StepTi
     Args:
         config: Configuration of the run, with all sizes decided.
         architecture: The model.
-        length: Tokens of every response.
+        length: Length of every response in tokens.
     """
     return StepTime(_sampling_s(config, architecture, length), _learning_s(config, architecture, length))
 
 
 def _sampling_s(config: Config, a: Architecture, length: int) -> float:
-    """Estimate the seconds of decoding and of one prefill per prompt. Over-sampled groups count as completed."""
+    """Estimate the seconds of decoding, and of one prefill per prompt.
+
+    Groups that are started in excess (`rollout.async.oversample`) are assumed to run to their end.
+    """
     ahead = config.rollout.asynchronous
     started = math.ceil(config.train.prompts_per_step * (1.0 if ahead is None else ahead.oversample))
     prompt, responses = config.data.max_prompt_length, started * config.rollout.n
     tokens = responses * length
-    # An input embedding that is not tied to the output layer is looked up, not read as a whole.
+    # A decode step reads only a few rows of an input embedding that is not also the output layer.
     unread = 0 if a.tied_embeddings else 2 * a.vocab_size * a.hidden_size
     steps = tokens / config.sequences
     weights = (version_bytes(config, a) - unread) * steps
@@ -98,7 +101,7 @@ def _sampling_s(config: Config, a: Architecture, length: int) -> float:
 
 
 def _learning_s(config: Config, a: Architecture, length: int) -> float:
-    """Estimate the seconds of all forwards and backwards of a step. Responses of a group share their prompt."""
+    """Estimate the seconds of all forwards and backwards of a step. Responses to a prompt share its forward."""
     train, objective = config.train, config.objective
     prompt = config.data.max_prompt_length
     prompts = [range(i, i + prompt) for i in range(train.prompts_per_step) for _ in range(config.rollout.n)]

@@ -29,9 +29,9 @@ class Finished:
 
     Attributes:
         step: Number of the step.
-        position: Position in the data.
+        position: `PromptStream.state` after the step.
         skipped: `Learner.skipped_in_a_row`.
-        begun: `Updates.begun`. If it has grown since, the master weights belong to a later step.
+        begun: `Updates.begun` after the step. If it has grown since, the master weights belong to a later step.
         loss_scale: `LossScale.state`.
     """
 
@@ -43,7 +43,7 @@ class Finished:
 
 
 def refuse_vanished(resume: str, directory: RunDirectory, ranks: Ranks) -> None:
-    """Check before loading anything that a run with history still has a checkpoint. A collective.
+    """Check, before anything is loaded, that a run which has taken steps still has a checkpoint. A collective.
 
     Args:
         resume: Value of `checkpoint.resume`.

@@ -27,7 +27,7 @@ class Sampled(NamedTuple):
 
 
 class _Group(NamedTuple):
-    """Responses to one prompt: rollouts `rows` of `source`."""
+    """Responses to one prompt: the rollouts in the slice `rows` of `source.rollouts`."""
 
     source: Sampled
     prompt: Prompt
@@ -44,7 +44,8 @@ def sample_until_full(
 ) -> tuple[Sampled, dict[str, float]]:
     """Sample rounds of prompts until `wanted` groups have differing rewards.
 
-    If too few groups differ after the last round, groups with equal rewards fill the step, so its size never changes.
+    If there are too few such groups after the last round, groups with equal rewards fill the step, so that the number
+    of groups per step never changes.
     Surplus groups are dropped rather than kept for the next step, where they would come from an older policy.
 
     Args:
@@ -58,7 +59,7 @@ def sample_until_full(
             sampling/rounds          rounds in this step
             sampling/groups          groups sampled
             sampling/equal_frac      fraction of groups with equal rewards, dropped unless the step would be short
-            sampling/surplus_frac    fraction of groups beyond the size of the step
+            sampling/surplus_frac    fraction of groups dropped although their rewards differ, as the step was full
             sampling/short_frac      fraction of the step filled with equal groups
             sampling/reward_mean     mean reward of everything sampled (reward/mean covers only the step)
             sampling/tokens          response tokens sampled

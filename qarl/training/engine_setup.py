@@ -1,4 +1,4 @@
-"""Build the engine that a run takes responses from; its process starts early, to import while the model loads."""
+"""Build the rollout engine of a run. The sampler's process starts first, so that it imports while the model loads."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def has_sampler(config: Config, ranks: Ranks) -> bool:
 
 
 def prelaunch(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> Sampler | None:
-    """Start vLLM's process for `build_engine`; None if this rank needs none, or it cannot start yet."""
+    """Start vLLM's process for `build_engine`. Return None if this rank needs none, or if it cannot start yet."""
     if config.rollout.asynchronous is not None or not has_sampler(config, ranks):
         return None
     return prelaunch_sampler(config, device, run_dir)
 
 
 def start_async(config: Config, device: torch.device, run_dir: Path, ranks: Ranks) -> AsyncProcess | None:
-    """Start the sampler's process of asynchronous rollouts; None if the run has none. A collective."""
+    """Start the sampler's process of asynchronous rollouts. Return None if the run needs none. A collective."""
     if not config.rollout.samples_ahead:
         return None
     return AsyncProcess(config, device, sampler_gpu(config, device, ranks), run_dir)
@@ -63,7 +63,24 @@ def build_source(
     process: AsyncProcess | None,
     ranks: Ranks,
 ) -> AsyncEngine | LocalEngine | None:
-    """Build the engine of a run whose responses are given, replayed or asynchronous; None: `build_engine` builds it."""
+    """Build the engine of a run whose responses are given in the data, replayed, or sampled asynchronously.
+
+    Args:
+        config: Configuration of the run.
+        policy: The learner's policy.
+        tokenizer: Tokenizer of the model.
+        prompts: All prompts of the data.
+        stream: Order of the prompts.
+        rewards: Reward functions, which score replayed and asynchronous responses.
+        sampling: Sampling parameters.
+        run_dir: The run directory.
+        warn: Called with one line per warning.
+        process: Result of `start_async`.
+        ranks: All ranks of the run.
+
+    Returns:
+        The engine; None for other runs, whose engine `build_engine` builds.
+    """
     if config.given:
         return GivenResponses(config, policy, tokenizer, stream)
     if config.rollout.replay is not None:
@@ -83,7 +100,7 @@ def build_engine(
     prelaunched: Sampler | None,
     ranks: Ranks,
 ) -> RolloutEngine:
-    """Build this rank's engine of `rollout.engine`. It samples only after its first publish.
+    """Build this rank's rollout engine, as `rollout.engine` selects. It cannot sample before its first publish.
 
     Args:
         config: Configuration of the run.
@@ -92,8 +109,8 @@ def build_engine(
         prompts: Prompts of the data; the publish canary uses some of them.
         run_dir: Directory of the sampler's logs.
         warn: Called with one line per warning.
-        prelaunched: A started sampler process, owned by the engine from now on.
-        ranks: Ranks that publish at the same time.
+        prelaunched: Result of `prelaunch`; the engine takes ownership.
+        ranks: All ranks of the run.
     """
     headroom = _headroom(config, policy.device, ranks)
     if not has_sampler(config, ranks):
@@ -110,7 +127,7 @@ def build_engine(
 
 
 def _headroom(config: Config, device: torch.device, ranks: Ranks) -> Headroom | None:
-    """Return the memory headroom of GPUs that learners and samplers of several ranks share, else None."""
+    """Return the collective that checks a GPU's free memory before a sampler of several ranks wakes; else None."""
     if not config.rollout.spans or ranks.count == 1:
         return None
     return ranks_headroom(device, ranks, config.rollout.vllm.tensor_parallel)

@@ -33,7 +33,7 @@ def forward_flops(
         FLOPs of the forward. The backward takes `BACKWARD` times as many.
     """
     predicted = 0
-    runs: list[tuple[int, int]] = []  # of consecutive queries: (tokens before the run, queries)
+    runs: list[tuple[int, int]] = []  # runs of consecutive queries: (number of tokens before the run, of queries)
     before: Sequence[int] | None = None
     for prompt, response in zip(prompts, responses, strict=True):
         if prompt != before:
@@ -50,9 +50,9 @@ def forward_flops(
 
 def _pairs(first: int, count: int, window: int | None) -> int:
     """Count visible (query, key) pairs of `count` queries after `first` tokens; a query sees at most `window` keys."""
-    seen = count * first + count * (count + 1) // 2
-    hidden = 0 if window is None else first + count - window  # keys outside the last query's window
+    seen = count * first + count * (count + 1) // 2  # without a window
+    hidden = 0 if window is None else first + count - window  # keys that the last query's window excludes
     if hidden <= 0:
         return seen
-    several = min(count, hidden)  # queries with hidden keys; each hides one more key than the previous query
+    several = min(count, hidden)  # queries that do not see all earlier keys; each misses one more than the previous
     return seen - several * hidden + several * (several - 1) // 2

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class HeldOut:
-    """Scores examples with the policy as it is served: the current version in the sampler's arithmetic.
+    """Scores examples with the policy as a sampler would serve it: the current version in the sampler's arithmetic.
 
     Args:
         examples: Prompts with responses.
@@ -53,7 +53,7 @@ class HeldOut:
             perplexity        exp(loss)
             tokens            number of tokens scored
             divergence        mean divergence from the teacher per token, if there is one
-            top1_agreement    fraction of tokens at which both prefer the same token, if there is a teacher
+            top1_agreement    fraction of tokens at which policy and teacher prefer the same token, if there is one
         """
         sums = torch.zeros(4, dtype=torch.float64)
         own = self.ranks.share(len(self.examples))
@@ -81,7 +81,7 @@ class HeldOut:
         return sums.cpu()
 
     def _batches(self, examples: list[Prompt]) -> Iterator[list[Prompt]]:
-        """Split into batches of up to `train.micro_batch_tokens` tokens, one example at least."""
+        """Split into batches of up to `train.micro_batch_tokens` tokens, with at least one example each."""
         sizes = [
             Response(index, len(example.token_ids), len(example.response.token_ids))
             for index, example in enumerate(examples)

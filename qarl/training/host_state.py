@@ -1,7 +1,7 @@
 """Optimizer state in host memory, streamed through the GPU in each step (`optim.offload`).
 
-Loads are double-buffered: while one is processed on the GPU, the next is copied in and the previous is copied out, each
-on its own stream.
+A load is the state that is copied to the GPU at once, into a buffer called slot. Two slots alternate: while one load is
+processed on the GPU, the next one is copied in and the previous one is copied out, each on its own stream.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torch.nn import Parameter
 
 from qarl.policy.skeleton import drop_values
 
-ARENA_BYTES = 2**33
-ALIGNED = 64  # elements; a multiple of kernel vectors and PCIe lines
+ARENA_BYTES = 2**33  # largest arena of pinned memory, unless one tensor needs more; see `host_tensors`
+ALIGNED = 64  # elements; 256 bytes are a multiple of a kernel's vectors and of PCIe transfers
 
 
 @dataclass(frozen=True)
 class StateSlice:
-    """A slice of optimizer state that is copied to the GPU as one.
+    """A part of a load: host tensors, and their position in the slot.
 
     Attributes:
-        host: Flat host tensors of equal length, one per row of the GPU slot.
-        start: First element in the slot.
+        host: Flat host tensors of equal length, one per row of the slot.
+        start: Their first element in each row of the slot.
     """
 
     host: tuple[Tensor, ...]
@@ -39,20 +39,25 @@ class StateSlice:
         return self.start + self.host[0].numel()
 
     def on_device(self, slot: Tensor) -> list[Tensor]:
-        """Return the GPU copies of `host` in a slot (rows, elements)."""
+        """Return the GPU copies of `host`, which are views of the slot (rows, elements)."""
         return [row[self.start : self.end] for row in slot]
 
 
 class HostState:
     """Float32 state tensors in host memory: `moments` per parameter and, optionally, the parameter's value.
 
-    On a CPU, as in tests, loads are processed sequentially.
+    If the parameters are on a CPU, as in tests, loads are processed sequentially.
 
     Args:
         members: Contiguous float32 parameters on one device.
         moments: Number of state tensors per parameter.
         masters: Also keep the parameters' values on the host, in `values`. The parameters become placeholders
             (`qarl.policy.skeleton`).
+
+    Attributes:
+        rows: Rows of a slot: number of streamed tensors per parameter.
+        moments: State tensors by parameter, each with the parameter's shape.
+        values: Value by parameter; empty unless `masters`.
     """
 
     def __init__(self, members: Sequence[Parameter], moments: int, masters: bool) -> None:
@@ -71,7 +76,7 @@ class HostState:
         self._streams = [torch.cuda.Stream(self.device) for _ in range(2)] if pinned else []
 
     def of(self, parameter: Parameter) -> tuple[Tensor, ...]:
-        """Return all tensors of a parameter that are streamed, its value last."""
+        """Return the streamed tensors of a parameter: its moments, then its value if the host keeps it."""
         value = self.values.get(parameter)
         return self.moments[parameter] if value is None else (*self.moments[parameter], value)
 
@@ -85,7 +90,7 @@ class HostState:
 
         Args:
             loads: State slices per load. A load may be empty.
-            work: `work(index, slot)` updates load `index` in place in `slot`, (rows, elements).
+            work: `work(index, slot)` updates load `index` in place in `slot`, (rows, elements) float32 on the GPU.
         """
         size = max((part.end for load in loads for part in load), default=0)
         slots = [torch.empty(self.rows, size, device=self.device) for _ in loads[:2]]
@@ -96,7 +101,7 @@ class HostState:
                 _copy_out(load, slots[0])
             return
         compute, (copy_in, copy_out) = torch.cuda.current_stream(self.device), self._streams
-        copy_in.wait_stream(compute)  # `compute` already waits for the last copies out, and owns the slots' memory
+        copy_in.wait_stream(compute)  # which allocated the slots, and waits for the copies out of the last call
         free: list[torch.cuda.Event | None] = [None, None]
         try:
             for index, load in enumerate(loads):
@@ -133,7 +138,7 @@ class Offloaded(torch.optim.Optimizer, ABC):
         self.host.settle()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the state to the host tensors. The options of the groups stay as they are."""
+        """Copy the state to the host tensors. Ignores the hyperparameters of the groups."""
         members = list(self.host.moments)
         self.settle()
         self.state.clear()
@@ -143,7 +148,7 @@ class Offloaded(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _state(self, parameter: Parameter) -> dict[str, Tensor]:
-        """Return the state of a parameter with a gradient, by torch's names; create it with zeros if missing."""
+        """Return the state of a parameter by torch's names; create it with zeros if missing."""
 
 
 def aligned_load(members: Sequence[tuple[Tensor, ...]]) -> list[StateSlice]:

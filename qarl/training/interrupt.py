@@ -24,7 +24,7 @@ class InterruptGuard:
     immediately. Python delivers signals only to the main thread; in other threads the guard does nothing.
 
     Args:
-        say: Called with one line at the first signal after `defer`.
+        say: Prints one line; called at the first signal after `defer`.
         ranks: Ranks of the run; a signal to one rank stops all of them. Default: a single process.
     """
 
@@ -38,7 +38,7 @@ class InterruptGuard:
     def __enter__(self) -> InterruptGuard:
         main = threading.current_thread() is threading.main_thread()
         for signum in stop_signals() if main else ():
-            self._previous[signum] = signal.signal(signum, self._note)
+            self._previous[signum] = signal.signal(signum, self._on_signal)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -49,7 +49,7 @@ class InterruptGuard:
         """From now on, stop only at `check`: the run has state to save."""
         self._deferred = True
 
-    def _note(self, signum: int, frame: object) -> None:
+    def _on_signal(self, signum: int, frame: object) -> None:
         if self.signum is not None:
             if signum == signal.SIGINT:
                 raise StoppedAtOnce
@@ -61,7 +61,7 @@ class InterruptGuard:
             self.say(f"{signal.Signals(signum).name}: stopping at the next safe point; Ctrl-C stops now without saving")
 
     def check(self) -> None:
-        """Stop the run if any rank has received a signal. A collective, and the only place that decides to stop.
+        """Stop the run if any rank has received a signal. A collective. After `defer` only this method stops a run.
 
         Raises:
             Interrupted: A rank has received a signal.

@@ -1,8 +1,8 @@
-"""The learner: log-probs on the policy's low-bit tensors, gradients to the FP32 masters, one quantization per step.
+"""The learner: log-probs with the policy's low-bit weights, gradients of the FP32 masters, one quantization per step.
 
-`qarl.training.step` calls it in the order of the method. On several ranks, all of them take the same decisions (how a
-minibatch is split, whether an update is taken, when the run stops), because they depend on values that are the same on
-every rank: the whole batch, the norm of the whole gradient, the step.
+`qarl.training.step` calls it. With several ranks, all of them take the same decisions (how to split a minibatch,
+whether to update, when to stop the run), because they depend only on values that are the same on every rank: the whole
+batch, the norm of the whole gradient, the step.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from qarl.training.updates import Updates
 class Round:
     """Micro-batches that run at the same time, one per rank."""
 
-    part: Part | None  # of this rank; None if it has none in this round
-    responses: int  # of all ranks
-    gradient: bool = False  # with a backward
+    part: Part | None  # this rank's micro-batch; None if it has none in this round
+    responses: int  # number of responses, over all ranks
+    gradient: bool = False  # whether the micro-batches have a backward
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Plan:
     """How a minibatch is run, and the numbers of the whole minibatch that each micro-batch needs."""
 
     rounds: list[Round]
-    rows: int  # counted by the micro-batches with a backward
+    rows: int  # rows that router losses average over: `Part.counted_rows` of all micro-batches with a backward
     totals: Totals  # divisors of the loss
-    constants: Constants  # of the objective
-    slots: Tensor | None  # (E,) mean slots per expert, for the load-balancing loss
+    constants: Constants  # constants of the objective
+    slots: Tensor | None  # (E,) float32, `SlotCounts.mean`; None: each forward counts its own
 
     @property
     def updates(self) -> bool:
@@ -61,17 +61,22 @@ class Plan:
 
 
 class Learner:
-    """Forwards over parts of a batch, and updates of the policy.
+    """Runs forwards over parts of a batch, and updates the policy.
+
+    Args:
+        policy: The policy.
+        updates: Optimizer engine of the policy.
+        config: Configuration of the run.
+        truncation: Truncation of the sampling distribution, which the learner's log-probs reproduce.
+        ranks: All ranks of the run.
+        teacher: Teacher of `objective.teacher`; None if there is none.
 
     Attributes:
-        updates: Accumulates gradients and changes the masters.
-        ranks: Ranks that run `learn` together, each on its own micro-batches.
-        teacher: Teacher of `objective.teacher`; None if there is none.
         totals: Statistics of the current training step.
-        skipped_in_a_row: Optimizer steps skipped for a non-finite gradient since the last good one. More than
-            `train.max_skipped_steps` stop the run.
-        before_last_update: Called before the last optimizer step of a training step if no forward or backward follows
-            and the optimizer has its state, so that the memory in use will not grow any more.
+        skipped_in_a_row: Number of optimizer steps skipped for a non-finite gradient since the last finite one. More
+            than `train.max_skipped_steps` stop the run.
+        before_last_update: Called before the last optimizer step of a training step if memory use cannot grow any more:
+            the optimizer's state is allocated, and no forward or backward follows.
     """
 
     def __init__(
@@ -100,7 +105,8 @@ class Learner:
             batch.router = Column.empty(len(batch))
         self.totals = LearnerTotals()
         self._minibatches = self._left = self.config.train.epochs * math.ceil(len(batch) / self.config.minibatch_size)
-        # The first optimizer step allocates the optimizer's state; "deployed" has a forward after the last one.
+        # The first optimizer step allocates the optimizer's state. The diagnostic "deployed" runs a forward after the
+        # last one.
         self._wakes_early = self.updates.begun > 0 and "deployed" not in self.config.diagnostics.due(step + 1)
         self.updates.clear()
         self._lr_factor = lr_at(step, self.config.train.steps, self.config.optim)
@@ -146,7 +152,7 @@ class Learner:
     def split(self, minibatch: Part) -> tuple[Part, Part]:
         """Return the responses of a minibatch that need no backward, and those that do.
 
-        In most objectives a response with advantage 0 has exactly no gradient, so it needs no backward.
+        In most objectives the gradient of a response with advantage 0 is exactly 0, so it needs no backward.
         """
         skips = self.objective.zero_advantage_is_idle
         idle = minibatch.where(lambda advantage: skips and advantage == 0)
@@ -173,17 +179,20 @@ class Learner:
         version: int | None = None,
         comparison: Comparison | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Compute log-probs and entropy, (T,) each.
+        """Compute log-probs and entropy.
 
         The first forward over a response is at the rollout's weights. It fills `logp_old`, and `Batch.kept`,
         `Batch.chosen` and `Batch.router` if the run uses them. Later forwards read them.
 
         Args:
             part: Responses.
-            routes: Routing of the forward; None: that of the part.
-            version: Policy version that the forward fills `logp_old` for, at the tokens that this version sampled.
-                None: the current one, and all tokens.
+            routes: Routing of the forward. None: routing of the part.
+            version: Policy version to run. The forward then fills `logp_old` only at the tokens that this version
+                sampled. None: the current version, and all tokens.
             comparison: Receives the divergence from the teacher.
+
+        Returns:
+            Log-probs and entropies in nats, (T,) float32 each, on the policy's device.
         """
         batch, totals = part.batch, self.totals
         totals.forward_tokens += part.forward_tokens
@@ -238,7 +247,7 @@ class Learner:
         return self._frozen(self.policy.shadow, part.served)
 
     def reference(self, part: Part) -> Tensor:
-        """Return log-probs of the reference policy, (T,); one forward per response and step."""
+        """Return log-probs of the reference policy, (T,). Runs one forward per response and step, and caches it."""
         column = part.batch.logp_ref
         if not column.known(part):
             assert self.policy.reference is not None, "no reference was kept"
@@ -253,7 +262,7 @@ class Learner:
     def token_logprobs(self, part: Part, plan: Plan) -> TokenLogProbs:
         """Run a training forward over a micro-batch, and return the log-probs that the objective needs.
 
-        The gradient of router losses is added by the backward of this forward.
+        The backward of this forward also adds the gradient of the router losses.
         """
         needs = self.objective.needs
         routes = training_routes(self.config, self.policy, part, plan.rows, plan.slots, self.updates.scale.value)
@@ -275,11 +284,11 @@ class Learner:
 
     @torch.no_grad()
     def _constants(self, minibatch: Part, watch: Observer) -> tuple[Constants, Tensor | None]:
-        """Compute the objective's constants and the experts' slots, with a pass over the minibatch if they need one.
+        """Return the objective's constants, and `SlotCounts.mean` if the load-balancing loss needs it.
 
-        The pass comes before the first backward. The constants are computed in the minibatch's order, so they do not
-        depend on the micro-batches. While the weights are the rollout's, a known `logp_old` replaces the forwards.
-        Slots need none if all choices are recorded and replayed.
+        Both may need forwards over the whole minibatch before its first backward. The constants are computed in the
+        minibatch's order, so they do not depend on the split into micro-batches. They need no forward while the weights
+        are the rollout's and `logp_old` is known. Slots need none if all choices are recorded and replayed.
         """
         needs, batch, parts = self.objective.needs, minibatch.batch, self.micro_batches(minibatch)
         slots = SlotCounts.needed(self.config, self.policy, self.ranks, parts)

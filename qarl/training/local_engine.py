@@ -27,7 +27,7 @@ from qarl.rollout.stopping import Stopping
 from qarl.types import FinishReason, Prompt, Rollout, mixed_versions
 from qarl.weight_sync.snapshot import Snapshot
 
-Taken = tuple[list[Prompt], list[Rollout], RewardResult]
+Taken = tuple[list[Prompt], list[Rollout], RewardResult]  # prompts, their responses, and the scores of a step
 
 
 class LocalEngine(NativeEngine):
@@ -38,7 +38,13 @@ class LocalEngine(NativeEngine):
         self.policy = policy
 
     def take(self, count: int, step: int, tick: Callable[[], None]) -> Taken:
-        """Return the prompts, responses and scores of a step, counted from 0; see `AsyncEngine.take`."""
+        """Return the prompts, responses and scores of a step; see `AsyncEngine.take`.
+
+        Args:
+            count: Number of prompts.
+            step: Step number, counted from 0.
+            tick: Called once; raises if a signal was received.
+        """
         raise NotImplementedError
 
     def fill(self, step: int) -> None:
@@ -107,14 +113,14 @@ class ReplayEngine(LocalEngine):
         self._stopping = Stopping(tokenizer, sampling)
         settings = config.rollout.asynchronous
         # If the recorded run did not take prompts in the order of the data, the recorded prompt ids give the order.
-        # With data.pass_rate it drew them before it knew the rewards that this run knows.
+        # With data.pass_rate it chose prompts ahead of the learner, without rewards that this run already has by then.
         self._reorders = settings is not None and (
             settings.order == "finished" or settings.oversample > 1 or config.data.pass_rate is not None
         )
         self._prompts = {prompt.id: prompt for prompt in prompts}
         self._newest = settings is not None and settings.proximal == "newest"
         self._keeps = 0 if settings is None or self._newest else settings.max_staleness + 1
-        self._published: list[int] = []  # the newest `_keeps` policy versions, ascending
+        self._published: list[int] = []  # the newest `_keeps` published versions, ascending
         if settings is not None:
             policy.kept = KeptVersions(policy, on_host=settings.kept_versions == "host")
         steps = rollout_steps(self.run)
@@ -132,11 +138,11 @@ class ReplayEngine(LocalEngine):
             self.policy.kept.add(snapshot, self.policy.weights)
 
     def state(self) -> dict[str, Tensor]:
-        """Return what `load` continues from: `VERSION/NAME` -> tensor of the earlier versions that steps may need."""
+        """Return the weights of earlier versions that later steps may need: `VERSION/NAME` -> tensor; see `load`."""
         return self.policy.kept.tensors(set(self._published) - {self.policy.version})
 
     def load(self, kept: Iterable[Snapshot]) -> None:
-        """Continue from a saved state, before the first publish. kept: the earlier versions, ascending."""
+        """Restore a saved state, before the first publish. kept: The earlier versions of `state`, ascending."""
         self._published = []
         for snapshot in kept:
             self._published.append(snapshot.version)
@@ -196,9 +202,8 @@ class ReplayEngine(LocalEngine):
         Raises:
             UserError: The prompts were not recorded or are not in the data.
         """
-        fix = f"record {self.run} again" if ids is None else "use its data"
-        if ids is None or not self._prompts.keys() >= set(ids):
-            raise UserError(
-                f"rollout.replay: {self.run} does not say which prompts of this data it learned from; {fix}"
-            )
+        if ids is None:
+            raise UserError(f"rollout.replay: {self.run} did not record the ids of its prompts; record it again")
+        if not self._prompts.keys() >= set(ids):
+            raise UserError(f"rollout.replay: {self.run} has prompts that are not in this run's data; use its data")
         return [self._prompts[number] for number in ids[:: self.sampling.n]]

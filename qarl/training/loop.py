@@ -59,9 +59,9 @@ def train(config: Config) -> int:
         The exit code: 0 if the last step is recorded; 129, 130 or 143 if a signal stopped the run with a checkpoint.
 
     Raises:
-        UserError: Something that the user can fix, including code of the user that ends the process (`sys.exit`).
+        UserError: A problem that the user can fix. User code that ends the process (`sys.exit`) is one of them.
         OtherRankFailed: Another rank failed.
-        StoppedAtOnce: A second Ctrl-C; the step under way is not saved.
+        StoppedAtOnce: A second Ctrl-C arrived; the current step is not saved.
     """
     device = rank_device(config.model.device)
     try:
@@ -96,7 +96,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
                     raise
                 run.close()
         except Interrupted as stop:
-            console.message("stopped before the first step of this start: nothing to save; rerun the same command")
+            console.message("stopped during startup: nothing to save; rerun the same command")
             if ranks.count > 1:  # the others may be at any point, so `connect` must stop them
                 raise
             return stop.exit_code
@@ -118,7 +118,7 @@ def _train(config: Config, device: torch.device, ranks: Ranks) -> int:
 def early_ends() -> Iterator[None]:
     """Turn exceptions that would end the process without an error, such as SystemExit(0), into a UserError.
 
-    Only code that a run calls raises them: an objective, a tracker, a library. Signals pass.
+    Only code that a run calls raises them: an objective, a tracker, a library. Exceptions of signal handlers pass.
     """
     try:
         yield
@@ -132,7 +132,7 @@ def early_ends() -> Iterator[None]:
 
 
 def with_sizes(config: Config, device: torch.device, ranks: Ranks) -> Config:
-    """Return the configuration with a number for every size that it leaves null.
+    """Return the configuration with a number for every size that is null, such as `train.micro_batch_tokens`.
 
     A run that has begun keeps its sizes. All ranks use the sizes of the first rank.
     """
@@ -178,7 +178,7 @@ class Loop:
         """Run all remaining steps.
 
         Before any exception leaves this method, the finished steps are saved; see `CheckpointManager.rescue`. Only a
-        second Ctrl-C stops at once.
+        second Ctrl-C stops without saving.
 
         Returns:
             The exit code of the run: 0, or 128 + the number of the signal that stopped it.
@@ -229,7 +229,7 @@ class Loop:
         return Recorder(self.directory.path, logging, self.config.model_dump(mode="json"), self.console.warn)
 
     def evaluate(self, step: int, recorder: Recorder) -> None:
-        """Run the evaluation due after `step`, if any. It changes no state, so a signal may stop it anywhere."""
+        """Run the evaluation due after `step`, if any. It changes no saved state, so a signal may stop it anywhere."""
         run = self.run
         if not run.evaluation.due(step):
             return
@@ -282,16 +282,16 @@ class Loop:
         self.record(step + 1, record, recorder, failure)
 
     def record(self, step: int, record: StepRecord, recorder: Recorder, failure: Exception | None) -> None:
-        """Write the records of a learned step, which finishes it.
+        """Write the records of a step after the learner's last update, and mark the step as finished.
 
         Args:
             step: Step number, counted from 1.
             record: Metrics and trace of the step.
             recorder: Writes the records.
-            failure: Error after the learner's last update, or None.
+            failure: Error that was raised after the learner's last update, or None.
 
         Raises:
-            Exception: `failure`, or an error of writing the trace; raised after the step's metrics are written.
+            Exception: `failure`, or an error of writing the trace. Raised after the step's metrics are written.
         """
         trace, metrics = record.trace, record.metrics
         assert trace is not None, "a learned step has a trace"

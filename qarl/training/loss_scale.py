@@ -19,7 +19,7 @@ class LossScale:
     """Loss scale. All ranks see the same gradient norms and therefore have the same scale.
 
     Attributes:
-        value: The loss is multiplied and the gradients are divided by this factor.
+        value: Factor by which the loss is multiplied, and the gradients are divided afterwards.
         dynamic: Whether `update` changes the scale.
         good: Consecutive finite gradients since the last change.
         settled: Whether a gradient has been finite at a dynamic scale. Until then, `update` searches for the initial
@@ -38,7 +38,7 @@ class LossScale:
 
     @property
     def searching(self) -> bool:
-        """Whether an overflow only means that the initial scale was too large."""
+        """Whether a non-finite gradient only means that the initial scale is too large."""
         return self.dynamic and not self.settled and self.value >= 1.0
 
     def scaled(self, loss: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from qarl.utils.threads import one_thread
 
 
 class Clock(Observer):
-    """Wall time per phase of a step, in seconds, from construction on."""
+    """Measures the wall time of each phase of a step, in seconds. The first phase begins at construction."""
 
     def __init__(self) -> None:
         self._start = self._last = time.perf_counter()
@@ -51,8 +51,8 @@ class Clock(Observer):
         """Return times and throughputs.
 
         Args:
-            rollout_tokens: Sampled in this step; None if nothing is sampled.
-            learner_tokens: Run by the learner, see `Part.forward_tokens`.
+            rollout_tokens: Number of tokens sampled in this step; None if the run samples none.
+            learner_tokens: Number of tokens in the learner's forwards; see `Part.forward_tokens`.
         """
         named = {f"time/{phase}_s": seconds for phase, seconds in self.laps.items()}
         if rollout_tokens is not None:
@@ -121,7 +121,7 @@ def token_metrics(batch: Batch) -> dict[str, float]:
         return mismatch | error_token_metrics(ids, sampler, batch.advantages, segments)
 
 
-# Metrics of each rank's sampler, and what all ranks report.
+# Metrics of each rank's sampler, and the function that combines the values of all ranks.
 REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
     "async/sampler_idle_frac": mean,
     "async/learner_idle_frac": mean,
@@ -177,7 +177,7 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return the peak memory of this process in GiB: device memory on a GPU, resident memory on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")  # not getrusage: its peak survives exec and would include a large parent's
+    status = Path("/proc/self/status")  # not getrusage, whose peak survives exec and may be that of a large parent
     if status.exists():
         peak = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
         return int(peak.split()[1]) / 2**20

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim._muon import _zeropower_via_newtonschulz
 
-# Limit for the bf16 stacks and products of one batch: 3 of the largest matrices of an 8B model, or 40 of its k_proj.
+# Memory limit of one batch, for its bf16 stack and products: 3 of the largest matrices of an 8B model, or 40 k_proj.
 BATCH_BYTES = 2**30
 
 
@@ -62,7 +62,7 @@ def batched_step(
 
 
 def newton_schulz(stack: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Run `orthogonalized` on a GPU and torch's own iterations on a CPU. The result is contiguous."""
+    """Run `orthogonalized` on a GPU, or torch's own iterations on a CPU. Returns (B, N, K) bf16, contiguous."""
     if not len(stack):
         return stack
     if stack.is_cuda:

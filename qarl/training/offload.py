@@ -30,8 +30,8 @@ class _Piece(StateSlice):
 
     Attributes:
         parameter: Slice of the parameter on the device; None if the value is on the host.
-        gradient: Slice of the gradient.
-        step: Step counter of the parameter.
+        gradient: Slice of the gradient, on the device.
+        step: Step counter of the parameter, a scalar on the device.
     """
 
     parameter: Tensor | None
@@ -51,7 +51,7 @@ class OffloadedAdamW(Offloaded, torch.optim.AdamW):
         groups: Parameter groups of AdamW.
         bucket_bytes: GPU memory per bucket; two buckets are in use at a time.
         masters: Also keep the parameters' values on the host, see `HostState`.
-        rounded: dtype to which master weights on the host are rounded after an update.
+        rounded: dtype to whose values master weights on the host are rounded after an update; they stay float32.
         options: Options of AdamW, including `fused`.
     """
 

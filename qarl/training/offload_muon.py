@@ -24,7 +24,7 @@ class _Momenta(Offloaded):
     Args:
         groups: Parameter groups of the Muon base class.
         masters: Whether to keep the parameters' values on the host too, see `HostState`.
-        rounded: dtype to which master weights on the host are rounded after an update.
+        rounded: dtype to whose values master weights on the host are rounded after an update; they stay float32.
         options: Options of the Muon base class.
     """
 
@@ -53,7 +53,7 @@ class _Momenta(Offloaded):
     def _on_device(
         self, members: Sequence[Parameter], load: Sequence[StateSlice], slot: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Return (momenta, masters) on the device; valid while the load is in its slot."""
+        """Return (momenta, masters) on the device. They are views of the slot, valid until its next load."""
         found = [[row.view(p.shape) for row in own.on_device(slot)] for p, own in zip(members, load, strict=True)]
         masters = [rows[-1] if self.values else p.detach() for p, rows in zip(members, found, strict=True)]
         return [rows[0] for rows in found], masters

@@ -1,8 +1,8 @@
 """Optimizers over FP32 master weights: AdamW, or Muon for hidden matrices and AdamW for the rest.
 
-AdamW runs fused: one elementwise pass over each parameter and its state, without the temporaries of foreach. It is
-bitwise repeatable, because no element depends on the order of a sum. On a GPU one launch covers dozens of tensors or
-about 20 million elements.
+AdamW runs fused: one elementwise pass over each parameter and its state, without the temporary tensors of the foreach
+implementation. It is bitwise repeatable, because no element depends on the order of a sum. On a GPU one launch covers
+dozens of tensors or about 20 million elements.
 
 Muon is `torch.optim.Muon` (Jordan et al. 2024), on a GPU batched over equal shapes (`qarl.training.muon`). Its
 Newton-Schulz iteration runs in bf16, which is slow on a CPU without bf16 instructions. Updates are scaled with
@@ -42,8 +42,8 @@ class Optimizer:
     Args:
         kind: `optim.name`.
         parts: Name -> (torch optimizer, names of its parameters in the order of its groups).
-        master_dtype: dtype to which parameters are rounded after every step. They stay stored in float32, which means
-            no rounding.
+        master_dtype: dtype to whose values parameters are rounded after every step. They are stored in float32 in any
+            case; float32 means no rounding.
     """
 
     def __init__(
@@ -74,10 +74,10 @@ class Optimizer:
                 group["lr"] = group["initial_lr"] * factor
 
     def masters(self) -> dict[str, Tensor]:
-        """Return the live master weights by name, on the host if they are offloaded.
+        """Return the master weights by name, on the host if they are offloaded. They are not copies.
 
-        Offloaded values may still be in flight. Readers on the stream of the step are ordered after it; the host must
-        call `settle` first.
+        Offloaded values may still be on their way to the host. Work on the CUDA stream of the step may read them at
+        once; code that reads them on the CPU must call `settle` first.
         """
         return {
             name: part.values[parameter] if isinstance(part, Offloaded) and part.values else parameter.detach()
@@ -97,8 +97,8 @@ class Optimizer:
         Hyperparameters are not included: they come from the configuration, and the learning rate from the schedule.
 
         Returns:
-            Live tensors by name (`model.layers.0.mlp.up_proj.weight/exp_avg`), on the host if offloaded, and JSON-able
-            metadata. A parameter that never had a gradient has no state.
+            Tensors by name (`model.layers.0.mlp.up_proj.weight/exp_avg`), not copied, on the host if offloaded; and
+            JSON-able metadata. A parameter that never had a gradient has no state.
         """
         self.settle()
         tensors = {
@@ -110,11 +110,11 @@ class Optimizer:
         return tensors, {"optimizer": self.kind, "tensors": sorted(tensors)}
 
     def load_state(self, meta: dict[str, Any], read: Callable[[str, torch.Size], Tensor]) -> None:
-        """Restore a state from `state_tensors`, offloaded or not. The next step is bitwise the same.
+        """Restore the state of `state_tensors`, whether it was offloaded or not. The next step has the same bits.
 
         Args:
             meta: Its metadata.
-            read: Returns the float32 tensor of a name, with this shape. It is copied.
+            read: `read(name, shape)` returns a float32 tensor, which is copied.
 
         Raises:
             ValueError: The state belongs to another optimizer or another model, or is incomplete. Nothing has been
@@ -155,8 +155,9 @@ def build_optimizer(
     Args:
         named_parameters: (name, parameter) pairs.
         optim_cfg: The `optim` section.
-        muon: Builds the Muon part, even if there are no hidden matrices; gets `masters` and `rounded` if state is
-            offloaded. Default: `BatchedMuon` or `OffloadedMuon`, if there are hidden matrices.
+        muon: Builds the Muon part, even if there are no hidden matrices. It is called like `BatchedMuon`, and with
+            `masters` and `rounded` if the state is offloaded. Default: `BatchedMuon` or `OffloadedMuon`, if there are
+            hidden matrices.
 
     Raises:
         UserError: `optim.offload` is set but the parameters are on the CPU.
@@ -256,7 +257,7 @@ def _on_host(optim_cfg: OptimConfig) -> dict[str, Any]:
 
 
 def _own(value: Tensor, parameter: Parameter, part: torch.optim.Optimizer) -> Tensor:
-    """Return a state tensor that torch may keep: a copy, unless an offloaded optimizer copies it anyway."""
+    """Return a state tensor for `load_state_dict`: a copy, unless an offloaded optimizer makes one itself."""
     return value if isinstance(part, Offloaded) else value.to(parameter.device, copy=True)
 
 

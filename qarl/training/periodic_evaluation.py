@@ -59,10 +59,10 @@ def load_training_tasks(
         tokenizer: Tokenizer of the policy.
         context: Context length of the policy in tokens.
         vocabulary: See `build_prompts`.
-        now: Time of the run's first start.
+        now: Time of the run's first start, for chat templates that use the time.
 
     Raises:
-        UserError: A task cannot be read, or prompt and response can exceed the context.
+        UserError: A task cannot be read, or a prompt with its response may exceed the context or the KV cache.
     """
     tasks = load_tasks(config.evaluation.tasks, tokenizer, vocabulary, now=now)
     length = config.eval_response_length
@@ -111,8 +111,8 @@ class TrainingEvaluation:
     def check(self, run_dir: Path, step: int) -> list[str]:
         """Check that the tasks are the same as in the run's earlier evaluations. A collective.
 
-        Otherwise a curve would continue with values for other prompts, answers or rewards. Settings such as `samples`
-        may change.
+        If they changed, a curve would continue with values for other prompts, answers or rewards. Settings such as
+        `samples` may change.
 
         Args:
             run_dir: The run directory.
@@ -175,8 +175,8 @@ class TrainingEvaluation:
             engine: The run's rollout engine.
             policy: The policy.
             console: Shows progress.
-            check: Raises if a signal was received; then nothing of this evaluation is kept.
-            track: Called with the step and the metrics.
+            check: Raises if a signal was received. Nothing of this evaluation is kept then.
+            track: Called with the step and the evaluation's metrics, for the trackers.
 
         Raises:
             UserError: A reward function fails too often, or a file cannot be written.
@@ -225,17 +225,18 @@ class TrainingEvaluation:
 
     def _write(self, step: int, rows: list[Row], record: dict[str, Any]) -> None:
         self._write_completions(step, rows)
-        # One evaluation per step: replace one with other settings, or of a run that never took a step.
+        # One evaluation per step: replace one that had other settings, or that an earlier start of a run without steps
+        # left behind.
         self._recorded = [*keep_rows(self._path, Evaluation, lambda row: row["step"] != step, PLACE), record]
         append_rows(self._path, [record], PLACE)
 
     @property
     def _path(self) -> Path:
-        assert self._run_dir is not None, "begin comes first"
+        assert self._run_dir is not None, "call begin first"
         return self._run_dir / EVALUATIONS
 
     def _fingerprint(self, policy: Policy) -> str:
-        """Fingerprint of everything that determines the results, including the policy."""
+        """Return a digest of everything that determines the results, including the policy."""
         content = [
             self._settings.describe(),
             self._settings.pass_at,

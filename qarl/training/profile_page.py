@@ -28,9 +28,10 @@ NAME = 100  # maximum length of a kernel's name
 
 NOTE = """\
 Seconds are wall time with the profiler on, including a GPU synchronization at the end of each phase. Device seconds
-sum kernels and copies by the phase that launched them; if they are far below the seconds, the phase is host-bound. FLOP
-count matrix products and attention once and a backward as two forwards; recomputation and forwards of a reference or
-shadow are not counted. Bytes are the minimum that AdamW, clipping and quantization must move, or the published bytes.
+sum kernels and copies by the phase that launched them; if they are far below the seconds, the phase is host-bound.
+FLOPs are those of matrix products and attention, a backward counting as two forwards; recomputation and the forwards of
+reference and shadow are not counted. Bytes are the minimum that AdamW, clipping and quantization must move, or the
+published bytes.
 """
 
 
@@ -71,7 +72,7 @@ def page(
         events: Events of the trace.
         step: Step number.
         device: Name of the device.
-        seconds: Wall time per phase in `PHASES`.
+        seconds: Wall time in seconds, per phase in `PHASES`.
         flops: FLOPs per phase or part, where known.
         known_bytes: Bytes moved per phase or part, where known.
     """

@@ -39,7 +39,7 @@ class StepProfiler(Observer):
 
     The trace has every operation of the learner and of publishing. Rollout and reward only have their duration, because
     a rollout alone would produce millions of events. The GPU is synchronized at the end of each phase and part, so work
-    is attributed to the phase that launched it. With several ranks, one rank's share of the work is traced.
+    is attributed to the phase that launched it. With several ranks, only the share of this rank is traced.
 
     Args:
         folder: Directory of both files.
@@ -53,7 +53,7 @@ class StepProfiler(Observer):
         self._profile: profile | None = None
         self._part: tuple[str, Any] | None = None
         self._rounds = 0  # rounds of micro-batches left in the minibatch
-        self._live = False  # whether an optimizer step follows them
+        self._live = False  # whether an optimizer step follows these rounds
         self._updates = 0
         self._groups = 0  # groups sampled by dynamic sampling, including dropped ones
         self._phases: list[tuple[str, float, float]] = []  # name, start and end on time.perf_counter
@@ -81,7 +81,7 @@ class StepProfiler(Observer):
 
     def scored(self, prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult) -> None:
         if self._groups > len(prompts):
-            return  # the FLOPs of dropped groups are unknown, so FLOP/s of the rollout would be too low
+            return  # only the time of dropped groups is known, not their FLOPs: FLOP/s would be too low
         n, learner = len(rollouts) // len(prompts), self._run.learner
         samplers = learner.config.rollout.samplers(learner.ranks.count)
         sampled = [i * n + sample for i in learner.ranks.share(len(prompts), samplers) for sample in range(n)]
@@ -184,8 +184,7 @@ class StepProfiler(Observer):
         write_together(files, "train.run_dir")
 
     def _before(self, events: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rollout and reward phases, which precede the trace, as ranges of it."""
-        # The host-side range, not its GPU counterpart.
+        """Return the rollout and reward phases, which ran before the trace began, as events for it."""
         learner = next(event for event in events if is_range(event, "learner"))
         learner_start = next(start for name, start, _ in self._phases if name == "learner")
         same = {key: learner[key] for key in ("ph", "cat", "pid", "tid")}
@@ -205,7 +204,7 @@ class StepProfiler(Observer):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
     def _bytes(self) -> dict[str, float]:
-        """Return the bytes that must be moved per part, where known."""
+        """Return the bytes that a part must move at least, for the parts where they are known."""
         known: dict[str, float] = {}
         if self._run.updates.kind == "adamw" and self._run.learner.ranks.count == 1:
             parameters = sum(master.numel() for _, master in self._run.policy.named_parameters())

@@ -15,10 +15,10 @@ from qarl.weight_sync.snapshot import Snapshot
 
 
 def compare_start(config: Config, snapshot: Snapshot) -> str | None:
-    """Compare the codes and scales of version 0 with those of `model.path`.
+    """Compare the codes and scales of version 0 bit by bit with those of `model.path`, which is read again.
 
-    Reads the checkpoint a second time. Compares bits. Counting the groups that have a preimage would not be enough,
-    because all weights under one global scale (NVFP4) determine it together.
+    It would not be enough to count the groups without a preimage: a global scale (NVFP4) depends on all weights under
+    it together.
 
     Args:
         config: Configuration of the run.
@@ -43,12 +43,15 @@ def compare_start(config: Config, snapshot: Snapshot) -> str | None:
 
 
 def _compared(weights: StoredWeights, snapshot: Snapshot, module: str) -> dict[str, int]:
-    """Count groups whose codes or scales changed, or the module as one whose scheme stores other tensors."""
+    """Count the groups of a module, and those whose codes or scales changed.
+
+    If the run stores the module's weight in another format than the checkpoint, count it as dequantized instead.
+    """
     stored, now = weights.stored(f"{module}.weight"), snapshot.weight(module)
     if isinstance(stored, Tensor) or not now.scheme.stores_like(stored.scheme, stored.shape):
         return {"dequantized": 1}
-    held = LowBitWeight(now.scheme, {name: tensor.cpu() for name, tensor in now.tensors.items()}, now.shape)
-    changed, groups = groups_changed(stored, held)
+    current = LowBitWeight(now.scheme, {name: tensor.cpu() for name, tensor in now.tensors.items()}, now.shape)
+    changed, groups = groups_changed(stored, current)
     return {"layers": 1, "changed": changed, "groups": groups}
 
 
@@ -73,7 +76,7 @@ def _line(method: str, counts: Counter[str], first: LowBitWeight | Tensor | None
 
 
 def _keys(scheme: Scheme) -> str:
-    """Return the `quant` section that stores weights like `scheme`."""
+    """Return the `quant` section that selects `scheme`, as YAML."""
     keys = [f"scheme: {scheme.name}"]
     keys += [f"group_size: {scheme.group_size or CHANNEL}"] if scheme.group_sizes else []
     keys += [] if scheme.symmetric else ["symmetric: false"]

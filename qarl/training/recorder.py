@@ -73,7 +73,7 @@ class Recorder:
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Append `{"step": step, **metrics}` durably, then pass the finite values to the trackers.
 
-        On a full disk, the partial line is removed.
+        If the disk is full, the partial line is removed.
 
         Args:
             step: Step number.
@@ -140,7 +140,7 @@ class Recorder:
     def truncate(self, step: int) -> None:
         """Remove everything after `step`, from which the run resumes.
 
-        A line truncated by a kill is removed too. Kept lines are unchanged.
+        A line that a killed process left incomplete is removed too. Other lines are unchanged.
         """
         with disk_errors(self.metrics_path):
             lines = [line for _, line in read_lines(self.metrics_path)]

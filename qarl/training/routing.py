@@ -19,7 +19,7 @@ from qarl.policy.routes import Balance, Routes
 def training_routes(
     config: Config, policy: Policy, part: Part, rows: int, slots: Tensor | None, loss_scale: float
 ) -> Routes:
-    """Return the routing of a training forward, with router losses (if it has a backward) and measured loads.
+    """Return the routing of a training forward, which measures loads and, if it has a backward, adds router losses.
 
     Args:
         config: Configuration of the run.
@@ -28,7 +28,7 @@ def training_routes(
         rows: Number of rows counted by all micro-batches of the minibatch that have a backward. Router losses are means
             over these rows, so each micro-batch is weighted by its fraction of them.
         slots: Mean slots per expert in the minibatch (`SlotCounts.mean`). None: computed in the forward.
-        loss_scale: Factor applied to the losses.
+        loss_scale: Factor of the losses, see `LossScale`.
     """
     if not policy.experts:
         return part.routes
@@ -43,7 +43,7 @@ def training_routes(
 
 
 class SlotCounts:
-    """Counts how often the rows of a whole minibatch use each expert, for the load-balancing loss."""
+    """Counts the slots of each expert over a whole minibatch, for the load-balancing loss; see `Balance`."""
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
         self._policy, self._ranks = policy, ranks
@@ -51,12 +51,12 @@ class SlotCounts:
 
     @classmethod
     def needed(cls, config: Config, policy: Policy, ranks: Ranks, parts: Sequence[Part]) -> SlotCounts | None:
-        """Return zero counts, or None if there is no such loss or one forward covers the whole minibatch."""
+        """Return zero counts; None without a load-balancing loss, or if there is only one micro-batch."""
         balanced = policy.experts and config.objective.router_aux_coef and len(parts) > 1
         return cls(policy, ranks) if balanced else None
 
     def add_recorded(self, part: Part) -> bool:
-        """Count a part without a forward; return False unless all its choices are recorded and replayed."""
+        """Count a part's recorded choices, and return True. Return False if not all are recorded and replayed."""
         routing = part.routing if part.batch.replays else None
         if routing is None or bool((routing < 0).any()):
             return False
@@ -68,11 +68,11 @@ class SlotCounts:
         return replace(part.routes, rows=part.rows, counted=part.counted, loads={})
 
     def add(self, routes: Routes) -> None:
-        """Count the choices of a forward."""
+        """Count the choices of a forward that ran with `routes`."""
         self._counts += routes.measured()[:, 0, :-1].long().cpu()
 
     def mean(self) -> Tensor:
-        """Return the mean number of slots per token and layer for each expert, over all ranks: (E,) float32."""
+        """Return each expert's mean number of slots per token and layer, over all ranks: (E,) float32. A collective."""
         every = torch.tensor(total(self._ranks, self._counts.flatten().tolist()), dtype=torch.float64)
         every = every.view(self._counts.shape)
         slots = self._policy.experts[0].per_token * every.sum(0) / every.sum()
@@ -84,8 +84,8 @@ class RoutingTotals:
     """Sums over forwards, kept on the learner's device until `metrics`. None before the first addition.
 
     Attributes:
-        loads: (L, 2, E + 1) float64 of the training forwards (`Routes.measure`).
-        rows: Number of tokens in `loads`.
+        loads: (L, 2, E + 1) float64, sums over the training forwards (`Routes.measure`).
+        rows: Number of tokens that `loads` covers.
         choices: (L + 2,) int64. Tokens whose experts differ from the sampler's in each layer, tokens that differ in any
             layer, and tokens compared.
     """
@@ -132,7 +132,7 @@ class RoutingTotals:
             router/aux_loss                 load-balancing loss over all tokens, scaled like transformers'
                                             load_balancing_loss_func: experts per token if perfectly balanced
             router/z_loss                   mean squared log-sum-exp of the logits; the loss is its sum over the layers
-            router/load_max                 largest fraction of a layer's choices for one expert, times the experts
+            router/load_max                 largest fraction of a layer's choices for one expert, times E
             router/entropy                  mean entropy of a token's distribution over the experts, nats
             mismatch/routing_disagreement   fraction of (token, layer) pairs with different experts
             mismatch/routing_tokens         fraction of tokens with a difference in any layer
@@ -154,7 +154,7 @@ class RoutingTotals:
         return found
 
     def layers(self) -> dict[str, list[float]] | None:
-        """Return load_max, load_min, entropy and, if known, disagreement per MoE layer; None without any."""
+        """Return load_max, load_min, entropy and, if known, disagreement, per MoE layer; None if nothing was added."""
         if self.loads is None:
             return None
         share = self._share(self.loads)

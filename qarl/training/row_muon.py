@@ -22,11 +22,12 @@ from qarl.training.muon import BATCH_BYTES, adjusted, at_once, momentum_of, newt
 class RowMuon(torch.optim.Muon):
     """`BatchedMuon` on row-sharded matrices. A step is a collective.
 
-    Results are bitwise those of `BatchedMuon` on a CPU. On a GPU they differ by rounding if batch sizes differ.
+    On a CPU the results have the same bits as those of `BatchedMuon`. On a GPU they differ by rounding if batch sizes
+    differ.
 
     Args:
         groups: One group with the non-empty entries of `matrices`.
-        matrices: This rank's rows of each matrix, by name, in the same order on all ranks.
+        matrices: This rank's rows (rows, K) float32 of each matrix, by name, in the same order on all ranks.
         plan: Assignment of rows to ranks.
         exchange: Moves rows between ranks.
         budget: Limit in bytes, see `BATCH_BYTES`.
@@ -47,7 +48,7 @@ class RowMuon(torch.optim.Muon):
         self._everyone = range(exchange.count)
         self._owners = {name: self._everyone for name in matrices}  # candidates; the least loaded one owns it
         for block in plan.blocks:
-            for name in block if len(block) > 1 else ():  # stacked experts are spread evenly over ranks
+            for name in block if len(block) > 1 else ():  # a block of several matrices: the experts of a layer
                 holders = [rank for rank, rows in enumerate(plan.cut(name)) if rows]
                 if len(holders) == 1 and name in matrices:
                     self._owners[name] = range(holders[0], holders[0] + 1)
@@ -65,7 +66,7 @@ class RowMuon(torch.optim.Muon):
         return [name for names in wave for name in names if self._matrices[name].numel()]
 
     def _waves(self) -> Iterator[list[list[str]]]:
-        """Yield names of matrices of equal shape with gradients, one (possibly empty) batch per owner."""
+        """Yield waves: per owning rank a batch of names, possibly empty. Matrices of a wave have the same shape."""
         shapes: dict[torch.Size, list[list[str]]] = {}
         for name, rows in self._matrices.items():
             if rows.grad is not None:
@@ -79,7 +80,10 @@ class RowMuon(torch.optim.Muon):
     def _update(
         self, wave: list[list[str]], group: dict[str, Any], momenta: Mapping[str, Tensor], masters: Mapping[str, Tensor]
     ) -> None:
-        """Update `momenta` and `masters`, this rank's non-empty rows, in place."""
+        """Update this rank's rows of a wave in place.
+
+        momenta, masters: By name; matrices without rows on this rank are missing.
+        """
         shape = torch.Size(self._plan.shapes[next(name for names in wave for name in names)])
         rank = self._exchange.rank
         inputs = {name: self._input(name, group, momenta) for names in wave for name in names}
@@ -106,7 +110,7 @@ class RowMuon(torch.optim.Muon):
             master.add_(kept, alpha=-adjusted(group["lr"], group["adjust_lr_fn"], shape))
 
     def _input(self, name: str, group: dict[str, Any], momenta: Mapping[str, Tensor]) -> Tensor:
-        """Update the momentum and return this rank's rows to orthogonalize, as a new bf16 tensor."""
+        """Update the momentum, and return this rank's rows of the matrix to orthogonalize as a new bf16 tensor."""
         gradient, momentum = self._matrices[name].grad, group["momentum"]
         assert gradient is not None
         if name not in momenta:
@@ -116,5 +120,5 @@ class RowMuon(torch.optim.Muon):
         return (gradient.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
     def _rows(self, matrix: Tensor, name: str) -> list[Tensor]:
-        """Return a view of the matrix per rank."""
+        """Return views of the whole matrix: the rows of each rank."""
         return [matrix[rows.start : rows.stop] for rows in self._plan.cut(name)]

@@ -27,7 +27,7 @@ from qarl.weight_sync.codes import gather_codes
 def build_rows(
     config: Config, device: torch.device, max_length: int | None, exchange: Exchange, ranks: Ranks
 ) -> tuple[Policy, RowUpdates]:
-    """Build the initial policy of a run, equal to that of `build_policy`, and its optimizer engine. A collective.
+    """Build the initial policy of a run, with the same bits as `build_policy`, and its optimizer engine. A collective.
 
     Args:
         config: Configuration of the run.
@@ -59,15 +59,15 @@ def policy_of_rows(
 
     Args:
         config: Configuration of the run.
-        read: Returns this rank's rows of each master weight, float32, by name.
+        read: Returns this rank's rows (rows, ...) of each master weight, float32, by name.
         device: Device of this rank.
         max_length: Longest sequence in tokens, if limited.
         exchange: Gathers the quantized rows.
-        count: Number of shards.
+        count: Number of ranks that the rows are divided among.
 
     Returns:
-        A policy with placeholders as master weights, this rank's rows on the device, and the assignment of rows to
-        ranks.
+        A policy with placeholders as master weights; this rank's rows by name, float32 on the device; and the
+        assignment of rows to ranks.
     """
     model = _bare_model(config)
     scheme, dtype = scheme_of(config.quant), DTYPES[config.model.dtype]
@@ -90,7 +90,7 @@ def policy_of_rows(
 
 
 def _bare_model(config: Config) -> PreTrainedModel:
-    """Return `model.path` as a skeleton without weights, whose name is the model's location.
+    """Return the model of `model.path` without weights. Its name is the location of the model.
 
     Raises:
         UserError: See `load_model_config`.
@@ -102,7 +102,7 @@ def _bare_model(config: Config) -> PreTrainedModel:
 
 
 def _to_device(rows: dict[str, Tensor], plan: RowPlan, device: torch.device) -> dict[str, Tensor]:
-    """Move the rows to the device, concatenating those of stacked experts, and empty `rows`."""
+    """Move the rows to the device, and empty `rows`. Rows of one block become views of one tensor."""
     found: dict[str, Tensor] = {}
     for block in plan.blocks:
         own = [rows.pop(name) for name in block]

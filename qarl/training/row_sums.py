@@ -19,11 +19,13 @@ from qarl.distributed.exchange import Exchange
 from qarl.distributed.rows import Block, RowPlan
 from qarl.policy.policy import Policy
 
-IN_FLIGHT = 2  # groups summed concurrently; each keeps its full gradients in memory
+IN_FLIGHT = 2  # number of groups that are sent at the same time; each keeps its full gradients in memory
 
 
 class Rounds(ABC):
-    """Sends the gradients of each micro-batch in groups, in the order in which the backward completes them.
+    """Sends the gradients of each micro-batch, layer by layer, in the order in which the backward completes them.
+
+    A group is the master weights whose gradients are sent together: those of a layer, of the output, of the embedding.
 
     Args:
         policy: The policy. Its master weights may be placeholders; their `.grad` is used only during `round`.
@@ -48,6 +50,7 @@ class Rounds(ABC):
         assert len({b for group in self._blocks for b, _ in group}) == sum(map(len, self._blocks)), (
             "a block belongs to two groups"
         )
+        # Number of groups sent in this round, parameters with a complete gradient, and whether a round is running.
         self._begun, self._complete, self._running = 0, set[nn.Parameter](), False
         policy.decoder.on_gradients = self._completed
         for parameter in self._names:
@@ -92,6 +95,7 @@ class Rounds(ABC):
                 master.grad = None
 
     def _completed(self, masters: Iterable[nn.Parameter]) -> None:
+        """Send all groups that are complete now that the gradients of `masters` are."""
         if not self._running:
             return
         self._complete.update(masters)
@@ -105,10 +109,10 @@ class Rounds(ABC):
         """Send the next group's gradients."""
         blocks = self._blocks[self._begun]
         self._begun += 1
-        gradients = [self._taken(masters) for _, masters in blocks]
+        gradients = [self._take_gradient(masters) for _, masters in blocks]
         self.send([block for block, _ in blocks], gradients)
 
-    def _taken(self, masters: Sequence[nn.Parameter]) -> Tensor:
+    def _take_gradient(self, masters: Sequence[nn.Parameter]) -> Tensor:
         """Concatenate and clear the gradients of a block; missing gradients count as zeros."""
         found = [master.grad for master in masters]
         if all(grad is None for grad in found):
@@ -132,7 +136,7 @@ class RowSums(Rounds):
         self._plan, self._exchange = plan, exchange
         self._sums: dict[Block, Tensor] = {}
         self._rows = {block: [len(plan.cut(name)[exchange.rank]) for name in block] for block in plan.blocks}
-        self._flight: deque[list[tuple[Block, Tensor, Callable[[], Tensor]]]] = deque()
+        self._in_flight: deque[list[tuple[Block, Tensor, Callable[[], Tensor]]]] = deque()
 
     def take(self) -> dict[str, Tensor]:
         """Return the sums and reset them.
@@ -149,20 +153,21 @@ class RowSums(Rounds):
 
     def send(self, blocks: Sequence[Block], gradients: Sequence[Tensor]) -> None:
         pending = self._exchange.begin_sums(gradients, [self._plan.block_cut(block) for block in blocks])
-        self._flight.append(list(zip(blocks, gradients, pending, strict=True)))
-        while len(self._flight) > IN_FLIGHT:
-            self._land()
+        self._in_flight.append(list(zip(blocks, gradients, pending, strict=True)))
+        while len(self._in_flight) > IN_FLIGHT:
+            self._add_oldest()
 
     def settle(self) -> None:
-        while self._flight:
-            self._land()
+        while self._in_flight:
+            self._add_oldest()
 
     def abandon(self) -> None:
-        self._flight.clear()
+        self._in_flight.clear()
 
     @torch.no_grad()
-    def _land(self) -> None:
-        for block, _, pending in self._flight.popleft():
+    def _add_oldest(self) -> None:
+        """Wait for the oldest group in flight, and add its rows to the sums."""
+        for block, _, pending in self._in_flight.popleft():
             rows, previous = pending(), self._sums.get(block)
             self._sums[block] = rows if previous is None else previous.add_(rows)
 

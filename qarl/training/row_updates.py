@@ -1,7 +1,7 @@
 """Sharded optimizer engine (ZeRO-3 style): gradients, optimizer and master weights sharded along dimension 0.
 
-After an optimizer step each rank quantizes its rows and all ranks gather the codes. Gathering codes takes a fraction of
-the bytes of gathering master weights.
+After an optimizer step each rank quantizes its rows, and all ranks gather the codes. Codes have a fraction of the bytes
+of master weights.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from qarl.weight_sync.gathers import BucketedGather, own_rows
 class RowUpdates(Updates):
     """Optimizer engine in which each rank holds rows of every master weight.
 
-    A step has the same bits as a single process that sums the same micro-batches in the same order: over rounds, and
-    within a round over ranks.
+    A step has the same bits as in a single process that sums the micro-batches in the same order: round by round, and
+    in rank order within a round.
 
     Args:
         policy: The policy. Its parameters become placeholders (`qarl.policy.skeleton`).
@@ -104,7 +104,7 @@ class RowUpdates(Updates):
             name, _, key = full_name.rpartition("/")
             if key != "step":
                 found.append(self._piece("optimizer", full_name, name, value))
-            elif self._start(name) == 0:  # equal on all ranks; the one with the first row writes it
+            elif self._start(name) == 0:  # the step is equal on all ranks; the one with the first row writes it
                 found.append(Piece("optimizer", full_name, (), 0, value.reshape(1)))
         names = {name for own in self.ranks.gather(meta["tensors"]) for name in own}
         return found, {**meta, "tensors": sorted(names)}
@@ -144,7 +144,7 @@ class RowUpdates(Updates):
         policy.take(snapshot, values)
 
     def _start(self, name: str) -> int:
-        """Return the offset of this rank's rows in the flattened master weight."""
+        """Return the offset, in elements, of this rank's rows in the flattened master weight."""
         return self.plan.cut(name)[self.ranks.rank].start * math.prod(self.plan.shapes[name][1:])
 
     def _piece(self, group: str, full_name: str, name: str, values: Tensor) -> Piece:
@@ -160,7 +160,17 @@ def joint_norm(norms: list[float]) -> float:
 def rounded_values(
     rows: Mapping[str, Tensor], plan: RowPlan, exchange: Exchange, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Gather all master weights in a dtype, for a learner that does not run on quantized weights."""
+    """Gather all master weights in `dtype`, for a learner that does not run on quantized weights. A collective.
+
+    Args:
+        rows: This rank's rows of each master weight by name, float32.
+        plan: Assignment of rows to ranks.
+        exchange: Moves rows between ranks.
+        dtype: dtype of the result.
+
+    Returns:
+        The whole master weights by name, on the device of the rows.
+    """
     gathers = BucketedGather(exchange)
     found: dict[str, Tensor] = {}
     for block in plan.blocks:

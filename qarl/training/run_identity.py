@@ -39,15 +39,16 @@ Described = dict[str, tuple[list[int], str, str]]  # tensor name -> shape, dtype
 def input_digests(
     config: Config, tokenizer: PreTrainedTokenizerBase, calibration: Sequence[Sequence[int]] = ()
 ) -> Inputs:
-    """Compute the digests of a run's inputs, except prompts and base weights, which are read later.
+    """Compute the digests of a run's inputs, except prompts and base weights.
 
-    The digests under `model` cover the tokenizer, stop tokens and `quant.init`, `reward` is `reward_fingerprint`, and
-    `objective` covers the source of a custom objective. Files are config.json and generation_config.json.
+    The digests of `model` cover the tokenizer, the stop tokens and `quant.init`. Those of `reward` are from
+    `reward_fingerprint`. `objective` is the source of a custom objective. `Inputs.files` has values of config.json and
+    generation_config.json.
 
     Args:
         config: Configuration of the run.
         tokenizer: Tokenizer of the model.
-        calibration: Token ids that `quant.init` calibrates with.
+        calibration: Token ids that `quant.init` calibrates with; empty for rtn.
 
     Returns:
         The inputs, without `digests["model"]["weights"]`.
@@ -91,7 +92,7 @@ def require_same_inputs(
 
 
 def named_inputs(config: Config, inputs: Inputs, stream: PromptStream, tasks: Sequence[LoadedTask]) -> dict[str, Any]:
-    """Return every input by its name in errors. Causes precede effects: the chat template before the prompts."""
+    """Return every input by the name that errors use. Causes precede effects: the chat template before the prompts."""
     files = {f"model.path: {file}: {key}": v for file, values in inputs.files.items() for key, v in values.items()}
     digests = {input_name(kind, part): v for kind, parts in inputs.digests.items() for part, v in parts.items()}
     evaluation = {f"evaluation.tasks: {task.name}": task.fingerprint for task in tasks}
@@ -116,15 +117,15 @@ def shared_tensors_digest(
 ) -> str:
     """Return `tensors_digest` of the model's weights, verified to be the same on all ranks. A collective.
 
-    Of the ranks that see the same files (`same_files`), the first one hashes them. Every machine thus reads and hashes
-    the model once, and no rank trains on bytes that were not hashed. Names, sizes and times of files prove nothing
-    across machines.
+    Among ranks that see the same files (`same_files`), only the first one hashes them. Every machine thus reads and
+    hashes the model once, and no rank trains on bytes that were not hashed. Comparing names, sizes and times of files
+    was rejected, because they prove nothing across machines.
 
     Args:
         config: The model section.
         shapes: Shape of every parameter, in the model's order.
         ranks: All ranks of the run.
-        quant: The `quant` section of the run, as `load_model` takes it.
+        quant: The `quant` section of the run; see `load_model`.
 
     Raises:
         UserError: On all ranks, if weights differ between ranks or cannot be read.
@@ -147,7 +148,7 @@ def shared_tensors_digest(
 
 
 def _weight_files(config: ModelConfig, weights: StoredWeights | None) -> list[Path]:
-    """Return the files that weights are read from; all files of a model that must be loaded as a whole."""
+    """Return the files that weights are read from: all files if the model must be loaded as a whole."""
     source = locate(config)
     with path_errors(f"model.path: '{config.path}'"):
         if weights is not None:
@@ -158,7 +159,7 @@ def _weight_files(config: ModelConfig, weights: StoredWeights | None) -> list[Pa
 
 
 def _described(names: Iterable[str], read: Callable[[str], Tensor]) -> Described:
-    """Return shape, dtype and SHA-256 of tensors. Hashing releases the GIL; each thread holds one tensor."""
+    """Return shape, dtype and SHA-256 of tensors by name. Threads help, because hashing releases the GIL."""
 
     def record(name: str) -> tuple[str, tuple[list[int], str, str]]:
         found = describe(read(name))

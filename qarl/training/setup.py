@@ -1,4 +1,4 @@
-"""Build everything that a run needs before its first step. Checks that often fail come before slow work."""
+"""Build everything that a run needs before its first step. Checks that are likely to fail come before slow work."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ from qarl.types import Prompt
 from qarl.utils.machine import keep_freed_memory
 from qarl.utils.text import visible
 
-ALONE = SingleProcess()
+_SINGLE_PROCESS = SingleProcess()
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Run:
     engine: RolloutEngine
     stream: PromptStream
     rewards: RewardPool
-    sampling: SamplingParams  # of step 0; each step has its own seed
+    sampling: SamplingParams  # for step 0; each step sets its own seed
     evaluation: TrainingEvaluation
     inputs: Inputs
     started: str | None  # local time of the first start if the chat template uses it; see `PolicyState`
@@ -102,7 +102,7 @@ def set_determinism(config: Config) -> None:
 
 
 def build_run(
-    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks = ALONE
+    config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks = _SINGLE_PROCESS
 ) -> Run:
     """Build data, rewards, model, policy, engine and optimizer. A collective.
 
@@ -199,7 +199,7 @@ class _Data:
 def _open_data(
     config: Config, device: torch.device, console: RunConsole, rewards_log: Path, ranks: Ranks, started: datetime
 ) -> tuple[_Data, RewardPool, TaskRewards]:
-    """Check the configuration, read the data, and start the reward workers of training and evaluation."""
+    """Check the configuration, read the data, and start the reward workers of training and of evaluation."""
     _prepare(config, device, ranks)
     with console.phase("tokenizer and data"):
         tokenizer = load_tokenizer(config.model)
@@ -252,7 +252,7 @@ def _open_data(
 
 
 def _prepare(config: Config, device: torch.device, ranks: Ranks) -> None:
-    """Set up this process, and check what can be checked before the tokenizer and the data are read."""
+    """Set up this process, and run the checks that need neither tokenizer nor data."""
     set_determinism(config)
     if config.quant.init != "rtn" and ranks.count > 1:
         raise UserError(
@@ -270,7 +270,7 @@ def _prepare(config: Config, device: torch.device, ranks: Ranks) -> None:
 def _build_single_process(
     config: Config, device: torch.device, console: RunConsole, data: _Data, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
-    """Build the policy, its optimizer engine, and the digest of the base model's weights.
+    """Return the policy, its optimizer engine, and the digest of the base model's weights.
 
     Args:
         config: Configuration of the run.
@@ -297,7 +297,7 @@ def _build_single_process(
 def _build_sharded(
     config: Config, device: torch.device, console: RunConsole, data: _Data, ranks: Ranks, poll: Callable[[], None]
 ) -> tuple[Policy, Updates, str]:
-    """Build the same as `_build_single_process` on several ranks, each with its rows or its DeepSpeed partition."""
+    """Like `_build_single_process` on several ranks, each with its rows or its DeepSpeed partition. A collective."""
     assert isinstance(ranks, Group) and ranks.tensors is not None, "several ranks are a group"
     policy: Policy
     updates: Updates
@@ -344,7 +344,10 @@ def build_policy(config: Config, model: PreTrainedModel, device: torch.device, m
 
 
 def require_mixture(config: Config, shape: Architecture | None) -> None:
-    """Raise UserError if experts are requested that the model does not have. shape: None if its family is unknown."""
+    """Raise UserError if a setting needs experts that the model does not have.
+
+    shape: Sizes of the model; None if its family is unknown, which passes.
+    """
     for fault in () if shape is None or shape.mixture else mixture_faults(config):
         raise UserError(f"{'.'.join(map(str, fault.key))}: {fault.value}: {fault.text}")
 

@@ -31,15 +31,15 @@ from qarl.weight_sync.snapshot import Snapshot, build_snapshot
 def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]]:
     """Collect the contents of a checkpoint. A collective.
 
-    There is no random state: every sample and shuffle depends only on the seed and the step.
+    No random state is saved, because every sample and shuffle depends only on the seed and the step.
 
     Args:
         run: The run, after a finished step.
-        data: `PromptStream.state()` after that step. Asynchronous runs save the current state instead, because a later
-            step that was interrupted may have moved prompts from the stream into the queue.
+        data: `PromptStream.state()` after that step. Asynchronous runs save the current state instead, because an
+            interrupted later step may have moved prompts from the stream into the queue.
 
     Returns:
-        This rank's pieces of masters and optimizer state, and everything else as JSON.
+        This rank's pieces of master weights, optimizer state and asynchronous rollouts; and the rest as JSON-able data.
 
     Raises:
         RuntimeError: This rank holds other codes than rank 0.
@@ -77,19 +77,19 @@ def capture(run: Run, data: dict[str, Any]) -> tuple[list[Piece], dict[str, Any]
 
 @torch.no_grad()
 def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> list[str]:
-    """Restore a checkpoint, written by any number of ranks, and quantize its masters again. A collective.
+    """Restore a checkpoint, which may be from another number of ranks, and quantize its masters. A collective.
 
     Args:
-        run: The run, as it was built.
+        run: The run, before its first step.
         checkpoint: The checkpoint.
         allowed: `checkpoint.allow_changed`.
 
     Returns:
-        One line per allowed input that changed, and one if the number of ranks changed.
+        One warning per allowed input that changed, and one if the number of ranks changed.
 
     Raises:
-        UserError: The checkpoint is of another model, an input changed without being allowed, or the masters quantize
-            to different codes.
+        UserError: The checkpoint is damaged or of another model, an input changed that `allowed` does not name, or the
+            masters quantize to different codes.
     """
     ranks, path = run.learner.ranks, checkpoint.path
     state, changed = together(ranks, lambda: _fitting(run, checkpoint, allowed))
@@ -113,17 +113,18 @@ def restore(run: Run, checkpoint: Checkpoint, allowed: Collection[str] = ()) -> 
     lines = [f"{what} changed since the checkpoint of step {checkpoint.step}" for what in changed]
     if checkpoint.ranks != ranks.count:
         lines.append(
-            f"the number of ranks changed since the checkpoint of step {checkpoint.step}, {checkpoint.ranks} then and "
-            f"{ranks.count} now: from here on sums are added in another order"
+            f"the number of ranks changed since the checkpoint of step {checkpoint.step} from {checkpoint.ranks} to "
+            f"{ranks.count}: from here on sums are added in another order"
         )
     return lines
 
 
 def _load_rollouts(run: Run, checkpoint: Checkpoint, state: SavedState) -> None:
-    """Restore asynchronous rollouts: unused responses, and the weights of earlier versions, which a replay needs too.
+    """Restore asynchronous rollouts: unused responses, and the weights of earlier versions. A replay needs the latter.
 
     Raises:
-        UserError: The checkpoint has unused responses, and the run is not asynchronous or samples differently.
+        UserError: The checkpoint has unused responses, but the run is not asynchronous or its sampling settings
+            changed; or the rollouts are damaged.
     """
     saved, path, source = state.rollouts, checkpoint.path, run.source
     stored = checkpoint.tensors.get(ROLLOUTS, StoredTensors({}, {}))
@@ -160,7 +161,7 @@ def stored_snapshot(policy: Policy, version: int, tensors: Mapping[str, Tensor])
     Args:
         policy: The policy.
         version: The earlier version.
-        tensors: Its published tensors by name, on any device.
+        tensors: Published tensors of that version by name, on any device.
 
     Raises:
         KeyError: A tensor is missing.
@@ -186,7 +187,7 @@ def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tupl
     """Check that a checkpoint fits the run, and move the data to its position.
 
     Returns:
-        State of the checkpoint, and the names of allowed inputs that changed.
+        State of the checkpoint, and descriptions of the allowed inputs that changed.
     """
     state = saved_state(SavedState, checkpoint.state, str(checkpoint.path))
     _require_masters(run, checkpoint)
@@ -203,7 +204,7 @@ def _fitting(run: Run, checkpoint: Checkpoint, allowed: Collection[str]) -> tupl
 
 
 def _require_masters(run: Run, checkpoint: Checkpoint) -> None:
-    """Raise UserError unless the checkpoint's masters fit the policy's."""
+    """Raise UserError unless the checkpoint's masters have the policy's names, shapes and dtypes."""
     masters = checkpoint.tensors.get("masters", StoredTensors({}, {}))
     parameters = dict(run.policy.named_parameters())
     if masters.keys() != parameters.keys():
@@ -221,7 +222,7 @@ def _require_masters(run: Run, checkpoint: Checkpoint) -> None:
 
 
 def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
-    """Raise UserError unless the optimizer's tensors match their list, and the shapes of their master weights."""
+    """Raise UserError unless the optimizer's tensors are those of its list, with the shapes of their master weights."""
     stored = checkpoint.tensors.get("optimizer", StoredTensors({}, {}))
     masters = checkpoint.tensors["masters"]
     if odd := sorted(stored.keys() ^ set(state.optimizer.tensors)):
@@ -243,10 +244,10 @@ def _require_optimizer(checkpoint: Checkpoint, state: SavedState) -> None:
 def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
     """Return the inputs that differ from the checkpoint's run, causes before effects.
 
-    Inputs that a checkpoint of an older version does not record are not compared.
+    Inputs that an older qarl did not record in the checkpoint are not compared.
 
     Returns:
-        Pairs of a kind (`checkpoint.allow_changed`) and a description.
+        Pairs of a kind, as in `checkpoint.allow_changed`, and a description.
     """
     changed = changed_inputs(state, run.inputs)
     if state.data.fingerprint != run.stream.fingerprint:
@@ -257,7 +258,10 @@ def _changed_inputs(run: Run, state: SavedState) -> list[tuple[str, str]]:
 
 
 def _load_position(run: Run, data: DataPosition) -> None:
-    """Move the data to a checkpoint's position, also if the data changed; past its end a new epoch begins."""
+    """Move the prompt stream to the position of a checkpoint.
+
+    If the data changed, the position is kept too. If it is past the end of the new data, the next epoch begins.
+    """
     if data.fingerprint == run.stream.fingerprint and data.position > len(run.stream):
         raise UserError(
             f"data: the checkpoint is at prompt {data.position} of {len(run.stream)}; set checkpoint.resume to another "

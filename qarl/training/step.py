@@ -1,6 +1,6 @@
-"""The RL step in the order of the method: sample, score, advantages, log-probs, loss, backward, update, publish.
+"""The RL step, in this order: sample, score, advantages, log-probs, loss, backward, update, publish.
 
-Display, clock, signals, diagnostics and records are observers (`qarl.batch.observer`).
+Progress display, timing, signal handling, diagnostics and records are observers (`qarl.batch.observer`).
 
 With several ranks, each rank samples and scores its share of the prompts. Then every rank gets the whole batch, splits
 it in the same way, and runs its share of the micro-batches.
@@ -30,8 +30,8 @@ from qarl.types import Rollout
 def rl_step(config: Config, run: Run, step: int, watch: Observers) -> None:
     """Run one step.
 
-    Before the first update only the position in the data changes. After `Observer.learned` the step counts as done,
-    even if its records or the publish fail.
+    Before the first update, the position in the data is the only state that changes. From `Observer.learned` on the
+    step counts as done, even if writing its records or publishing fails.
 
     Args:
         config: Configuration of the run.
@@ -89,7 +89,7 @@ def sample(config: Config, run: Run, step: int, watch: Observers) -> Sampled:
 
 
 def take(config: Config, run: Run, count: int, step: int, watch: Observers, number: int) -> Sampled:
-    """Take the next `count` groups of `run.source`, with their scores.
+    """Take the next `count` groups and their scores from `run.source`.
 
     Args:
         config: Configuration of the run.
@@ -97,8 +97,8 @@ def take(config: Config, run: Run, count: int, step: int, watch: Observers, numb
         count: Number of groups, over all ranks.
         step: Step number, counted from 0.
         watch: Observers of the step.
-        number: Round of dynamic sampling, counted from 0. In later rounds the source starts only as many groups as are
-            taken. Groups for a whole step would be left over for the next step and exceed `max_staleness` there.
+        number: Round of dynamic sampling, counted from 0. In rounds after the first, the source starts only the missing
+            groups. If it started a whole step's groups, the next step would get the rest, which may be too stale.
 
     Returns:
         Prompts, rollouts and scores of all ranks.
@@ -161,8 +161,9 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
     forward before the first update. Responses of asynchronous rollouts with tokens of earlier versions also get
     separate forwards, one per version.
 
-    A minibatch makes no update if all of its responses have advantage 0 and that gives exactly no gradient. With
-    several ranks, micro-batches run in rounds; a rank without one in a round still takes part in the sum of gradients.
+    A minibatch makes no update if all of its responses have advantage 0, and the objective gives them a gradient of
+    exactly 0. With several ranks, micro-batches run in rounds. A rank without a micro-batch in a round still takes part
+    in the sum of gradients.
 
     Args:
         learner: The learner.
@@ -182,7 +183,7 @@ def learn(learner: Learner, batch: Batch, step: int, watch: Observer) -> None:
                         with torch.no_grad():
                             learner.logprobs(round_.part, version=version)
                     watch.progress(round_.responses)
-                # Before the next version: another rank may fill other tokens of the same responses.
+                # Share before the next version runs, in which another rank may fill other tokens of the same responses.
                 batch.share_old(ranks)
             learner.policy.kept.release()
         for minibatch in minibatches:

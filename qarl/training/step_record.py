@@ -1,4 +1,4 @@
-"""What one step records: metrics, rollouts, and the tokens behind its diagnostics."""
+"""Collects the records of a step: metrics, rollouts and diagnostics."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ ERROR_EXAMPLES = 8  # maximum number of error-token examples per step in the dia
 
 @dataclass
 class Trace:
-    """Files of one step; a field is None if it is not due.
+    """Content of one step's files; a field is None if its file is not due.
 
     Attributes:
         rows: Rows of rollouts/NNNNNN.jsonl.
         tensors: Tensors of rollouts/NNNNNN.safetensors.
-        diagnose: `diagnostics_record` without its step and metrics.
+        diagnose: `diagnose(step, metrics)` returns the content of diagnostics/NNNNNN.json.
     """
 
     rows: list[dict[str, Any]] | None = None
@@ -69,11 +69,11 @@ class StepRecord(Observer):
         run: The run.
         probe: Diagnostics of the step.
         rollouts_due: Whether to record rollouts in this step.
-        on_learned: Called with the metrics after the last update; later metrics are added to the same dictionary.
+        on_learned: Called after the last update with `metrics`, to which later metrics are added.
 
     Attributes:
         metrics: Metrics as in metrics.jsonl, without those of the clock and the engine.
-        trace: None until the step has been learned. Empty on all ranks but the first, which writes it.
+        trace: None before the learner's last update. On all ranks but the first it has no content.
         rollout_tokens: Number of tokens sampled.
     """
 
@@ -116,7 +116,7 @@ class StepRecord(Observer):
         self.trace = self._trace_of(batch, crossed)
 
     def _trace_of(self, batch: Batch, crossed: Crossings) -> Trace:
-        """Collect the files of the step after its last update. crossed: code flips per module."""
+        """Collect the content of the step's files, after its last update. crossed: Code flips per module."""
         trace, probe, run = Trace(), self._probe, self._run
         prompts, rollouts, scores = self._scored
         if self._rollouts_due:
@@ -143,7 +143,7 @@ class StepRecord(Observer):
 def rollout_rows(
     prompts: list[Prompt], rollouts: list[Rollout], scores: RewardResult, batch: Batch
 ) -> list[dict[str, Any]]:
-    """Return one record per response for rollouts/NNNNNN.jsonl."""
+    """Return the rows of rollouts/NNNNNN.jsonl, one per response."""
     by_id = {p.id: p for p in prompts}
     rows = []
     for i, rollout in enumerate(rollouts):

@@ -14,8 +14,8 @@ from qarl.objectives.objective import OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RE
 from qarl.training.routing import RoutingTotals
 
 PER_MINIBATCH = (OUTSIDE, OUTSIDE_RESPONSES, ZERO_WEIGHT_RESPONSES)
-"""Statistics that are also kept per minibatch. An aligned learner has no token outside its distribution in the first
-minibatch of a step, so a mean over the step would hide the losses of later minibatches."""
+"""Statistics that are also kept per minibatch. In the first minibatch of a step, an aligned learner has no token
+outside its truncated distribution, so a mean over the step would hide how many tokens later minibatches lose."""
 
 
 @dataclass
@@ -23,14 +23,15 @@ class LearnerTotals:
     """Sums over one training step, kept on the learner's device until `metrics`."""
 
     forward_tokens: int = 0  # prompt and response tokens of the learner's forwards; see `Part.forward_tokens`
-    entropy: Tensor | float = 0.0  # summed over tokens at the rollout's weights, float64, nats
+    entropy: Tensor | float = 0.0  # sum over tokens, at the rollout's weights; float64, nats
     entropy_tokens: int = 0
-    retained: list[Tensor] = field(default_factory=list)  # (T,) per forward at the rollout's weights, if truncated
+    # Retained mass (T,) of each forward at the rollout's weights, if sampling is truncated; see `_retained_mass`.
+    retained: list[Tensor] = field(default_factory=list)
     loss: Tensor | float = 0.0  # float64
-    stats: Stats = field(default_factory=dict)  # of the objective
+    stats: Stats = field(default_factory=dict)  # statistics of the objective
     # `PER_MINIBATCH` statistics, one entry per minibatch; the last entry is the current one.
     minibatch_stats: list[Stats] = field(default_factory=lambda: [{}])
-    grad_norms: list[float] = field(default_factory=list)  # of the optimizer steps taken
+    grad_norms: list[float] = field(default_factory=list)  # one per optimizer step that was not skipped
     skipped: int = 0  # optimizer steps skipped because the gradient was not finite
     routing: RoutingTotals = field(default_factory=RoutingTotals)
 
@@ -53,7 +54,7 @@ class LearnerTotals:
     def add_up(self, ranks: Ranks) -> None:
         """Replace the sums by those of all ranks, added in rank order. A collective.
 
-        A rank without responses may lack names that others have.
+        A rank without responses may lack statistics that others have.
         """
         if ranks.count == 1:
             return

@@ -26,14 +26,16 @@ class Tracker(ABC):
     name: str
 
     @abstractmethod
-    def log(self, step: int, metrics: dict[str, float]) -> None: ...
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a step, counted from 1."""
 
     def truncate(self, step: int) -> None:
-        """The run resumes from `step`; values logged earlier for later steps are obsolete."""
+        """Discard values of steps after `step`, from which the run resumes, if the tracker can. Default: do nothing."""
         return
 
     @abstractmethod
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the tracker's run."""
 
 
 def build_trackers(run_dir: Path, logging: Any, config: dict[str, Any] | None) -> list[Tracker]:
@@ -87,8 +89,8 @@ def _start(key: str, init: Any, **arguments: Any) -> Any:
         ) from error
 
 
-def _kept(file: Path, make: Callable[[], str]) -> str:
-    """Return the run's id in the tracker, which the first start writes to a file in the run directory."""
+def _kept_id(file: Path, make: Callable[[], str]) -> str:
+    """Return the tracker's id of the run, which is stored in `file`. If there is none, store the result of `make`."""
     with disk_errors(file):
         if not file.exists():
             atomic_write_text(file, make())
@@ -125,7 +127,7 @@ class TensorBoard(Tracker):
 
 
 class _Run(Tracker):
-    """A run that the package's `init` starts, and resumes by its arguments."""
+    """Tracker of a package whose `init` starts a run, or resumes it if the arguments name an existing one."""
 
     def _init(self, options: Any, config: dict[str, Any] | None, **arguments: Any) -> None:
         module = _import(self.name, self.name)
@@ -149,13 +151,13 @@ class Wandb(_Run):
     name = "wandb"
 
     def __init__(self, run_dir: Path, options: Any, config: dict[str, Any] | None) -> None:
-        number = _kept(run_dir / ".wandb_id", lambda: uuid.uuid4().hex[:12])
+        number = _kept_id(run_dir / ".wandb_id", lambda: uuid.uuid4().hex[:12])
         name = options.name or run_dir.name
         self._init(options, config, name=name, mode=options.mode, dir=str(run_dir), id=number)
 
 
 class Trackio(_Run):
-    """A trackio run named after the run directory; resumed by name."""
+    """One trackio run per run directory, named after it and resumed by its name."""
 
     name = "trackio"
 
@@ -178,9 +180,9 @@ class Mlflow(Tracker):
             found = client.get_experiment_by_name(options.project)
             experiment = client.create_experiment(options.project) if found is None else found.experiment_id
             name = options.name or run_dir.name
-            run = _kept(run_dir / ".mlflow_run_id", lambda: client.create_run(experiment, run_name=name).info.run_id)
-            # A file, because MLflow parameters are limited to 6,000 characters. At every start, because an earlier one
-            # may have failed here.
+            run = _kept_id(run_dir / ".mlflow_run_id", lambda: client.create_run(experiment, run_name=name).info.run_id)
+            # Written as a file, because MLflow parameters are limited to 6,000 characters, and at every start, because
+            # an earlier start may have failed here.
             client.log_dict(run, config or {}, "config.json")
             client.update_run(run, status="RUNNING")
             return client, run
@@ -211,7 +213,7 @@ class Swanlab(Tracker):
             experiment_name=options.name or run_dir.name,
             mode=options.mode,
             logdir=str(run_dir / "swanlog"),
-            id=_kept(run_dir / ".swanlab_id", lambda: uuid.uuid4().hex[:21]),  # SwanLab ids have 21 characters
+            id=_kept_id(run_dir / ".swanlab_id", lambda: uuid.uuid4().hex[:21]),  # SwanLab ids have 21 characters
             resume="allow",
             config=config,
         )

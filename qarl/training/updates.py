@@ -18,11 +18,11 @@ from qarl.training.optim import build_optimizer, clip_grads, grad_norm
 
 
 class LazyValues(Mapping[str, Tensor]):
-    """Master weights by name, fetched on access; the caller owns them.
+    """Master weights by name, fetched at each access. Callers must not modify them: they may be the originals.
 
     Args:
-        names: Their names, in the same order on all ranks.
-        fetch: Returns a master weight on the policy's device.
+        names: Names of the master weights, in the same order on all ranks.
+        fetch: Returns the master weight of a name, on the policy's device.
     """
 
     def __init__(self, names: Collection[str], fetch: Callable[[str], Tensor]) -> None:
@@ -39,7 +39,7 @@ class LazyValues(Mapping[str, Tensor]):
 
 
 def on_device(values: Mapping[str, Tensor], device: torch.device) -> LazyValues:
-    """Return tensors, in host memory or not, that are copied to a device on access."""
+    """Return a mapping that copies a tensor to `device` at each access, unless it is there already."""
     return LazyValues(values, lambda name: values[name].to(device, non_blocking=True))
 
 
@@ -50,7 +50,7 @@ class Updates(ABC):
 
     Attributes:
         kind: `optim.name`.
-        scale: Factor of the loss.
+        scale: Loss scale.
         begun: Number of optimizer steps begun, finished or not. If it grew before an error, weights may have changed.
     """
 
@@ -80,10 +80,10 @@ class Updates(ABC):
 
     @abstractmethod
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:
-        """Return this rank's master weights and optimizer state, and JSON-able metadata."""
+        """Return this rank's pieces of master weights and optimizer state, and JSON-able metadata for `load`."""
 
     def finish(self) -> None:
-        """End the optimizer steps of the run. A collective."""
+        """Called after the last step of the run. A collective."""
         return
 
     @abstractmethod
@@ -129,7 +129,7 @@ class LocalUpdates(Updates):
         self.begun += 1
         clip_grads(self._masters, norm, self.config.optim.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad()  # before publishing, so that the next version reuses their memory
+        self.optimizer.zero_grad()  # before publishing, so that the next version reuses the gradients' memory
         self.publish(self.policy.version + 1)
 
     def pieces(self) -> tuple[list[Piece], dict[str, Any]]:

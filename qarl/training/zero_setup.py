@@ -1,4 +1,4 @@
-"""Start DeepSpeed: the package, its settings, and an engine over master weights that never runs a forward."""
+"""Start DeepSpeed: import it, configure it, and create an engine over the master weights that never runs a forward."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def open_stage(
         masters: Full master weights, float32 on the device, in the same order on all ranks. In stage 3 each rank keeps
             only its shard.
         config: Configuration of the run.
-        given: The user's DeepSpeed keys.
+        given: DeepSpeed keys of the user's `distributed.config`.
         device: Device of this rank.
     """
     deepspeed = start_deepspeed(device, config.distributed.timeout_s)
@@ -116,7 +116,7 @@ def start_deepspeed(device: torch.device, timeout_s: float) -> Any:
 
     Args:
         device: Device of this rank.
-        timeout_s: Timeout in seconds of collectives in DeepSpeed's own group.
+        timeout_s: Timeout of collectives in DeepSpeed's own process group, in seconds.
 
     Returns:
         The deepspeed package.

@@ -33,7 +33,7 @@ class Flat:
 
     Attributes:
         values: float32, any shape.
-        fragments: The master weights in it, in order; padding is not covered.
+        fragments: Parts of master weights that it stores, in order. Gaps between them are padding.
     """
 
     values: Tensor
@@ -63,11 +63,11 @@ class Stage(ABC):
         return
 
     def add(self, name: str, gradient: Tensor) -> None:
-        """Add this rank's full gradient of a master weight, for all weights in the same order on all ranks.
+        """Add this rank's full gradient of a master weight. Call it for all weights, in the same order on all ranks.
 
         Args:
             name: Name of the master weight.
-            gradient: Contiguous; may be overwritten.
+            gradient: float32, contiguous, with the shape of the master weight. It is overwritten.
         """
         self._add(self.masters[name], gradient.mul_(self.count))  # DeepSpeed averages over ranks; qarl needs the sum
 
@@ -80,13 +80,14 @@ class Stage(ABC):
 
     @abstractmethod
     def gradients(self) -> list[Tensor]:
-        """Return the gradients that this rank steps with, summed over ranks and rounds. Call once per step; may be
-        scaled in place.
+        """Return the gradients that this rank steps with, summed over ranks and rounds. Call it once per step.
+
+        The caller may scale them in place before `step`.
         """
 
     @abstractmethod
     def step(self) -> None:
-        """Run the optimizer and drop the gradients. Parameters may lag behind `flats` until `spread`."""
+        """Run the optimizer and drop the gradients."""
 
     @abstractmethod
     def drop_gradients(self) -> None:
@@ -97,12 +98,12 @@ class Stage(ABC):
         """Return the float32 values that this rank updates."""
 
     def owned_flats(self) -> list[Flat]:
-        """Return `flats` restricted so that each element of a master weight belongs to exactly one rank."""
+        """Return `flats`, with fragments restricted so that exactly one rank has each element of a master weight."""
         return self.flats()
 
     @abstractmethod
     def spread(self) -> None:
-        """Propagate changed values of `flats` to `whole` on every rank."""
+        """Call after modifying the values of `flats`, so that `whole` returns them on every rank."""
 
     def whole(self, name: str) -> Tensor:
         """Return a full master weight; must not be modified."""
@@ -149,7 +150,7 @@ class AllReduce(Stage):
 
 
 class _Zero(Stage):
-    """A stage whose gradients and step are those of DeepSpeed's own optimizer."""
+    """A stage with a ZeRO optimizer of DeepSpeed (`engine.optimizer`), which wraps the torch optimizer."""
 
     def __init__(self, masters: Mapping[str, nn.Parameter], engine: Any, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(masters, engine, optimizer)
@@ -165,9 +166,10 @@ class _Zero(Stage):
 
 
 class Partitioned(_Zero):
-    """Stages 1 and 2: this rank's flat partitions of the master weights, copied from full weights on every rank.
+    """Stages 1 and 2: each rank updates its flat partitions, which are copies of parts of its full master weights.
 
-    Attributes:
+    Args:
+        masters, engine, optimizer: See `Stage`.
         each_round: True for stage 2, which keeps only this rank's partition of the gradients.
     """
 
@@ -222,7 +224,7 @@ class Partitioned(_Zero):
 
 
 class Sharded(_Zero):
-    """Stage 3: only this rank's flat shards of each master weight; `whole` gathers one."""
+    """Stage 3: each rank keeps only its flat shard of each master weight. `whole` gathers one master weight."""
 
     each_round = True
 

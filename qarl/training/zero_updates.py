@@ -1,9 +1,9 @@
 """DeepSpeed engine: gradients, optimizer and master weights of several ranks under ZeRO.
 
-The reference for `qarl.training.row_updates`: the same gradients, clipping, skipped steps and codes, up to the order in
-which DeepSpeed and its transport sum. After a step every rank quantizes all master weights, like a single process. In
-stages 1 and 2 DeepSpeed has gathered them in float32; in stage 3 they are gathered one by one. Either takes 4 bytes per
-parameter, compared with 0.56 for gathered INT4 codes.
+It is a reference for `qarl.training.row_updates`: gradients, clipping, skipped steps and codes are the same, up to the
+order in which DeepSpeed and its transport sum. After a step every rank quantizes all master weights, like a single
+process. In stages 1 and 2 DeepSpeed has gathered them in float32; in stage 3 they are gathered one by one. Both move 4
+bytes per parameter, compared with 0.56 for gathering INT4 codes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def build_zero(
 class ZeroUpdates(Updates):
     """Optimizer engine on DeepSpeed.
 
-    Stages 0 and 1 sum a rank's micro-batches first and then over ranks. Stages 2 and 3 sum over ranks in each round.
+    Stages 0 and 1 sum gradients over a rank's micro-batches first, then over ranks. Stages 2 and 3 sum over ranks in
+    each round.
 
     Args:
         policy: The policy. Its parameters become placeholders (`qarl.policy.skeleton`).
@@ -90,17 +91,17 @@ class ZeroUpdates(Updates):
         self._masters = list(named.items())
         self._sums = GradientAccumulator(named.values())
         self._rounds = _Rounds(policy, self.stage) if self.stage.each_round else None
-        self._any = False
+        self._has_gradients = False
         self._gradients: list[Tensor] = []
 
     def clear(self) -> None:
         self._sums.clear()
         self._gradients = []
         self.stage.drop_gradients()
-        self._any = False
+        self._has_gradients = False
 
     def backward(self, loss: Tensor | None) -> None:
-        self._any = True
+        self._has_gradients = True
         scaled = None if loss is None else self.scale.scaled(loss)
         if self._rounds is not None:
             self._rounds.round(scaled)
@@ -109,7 +110,7 @@ class ZeroUpdates(Updates):
 
     @torch.no_grad()
     def norm(self) -> float:
-        if not self._any:
+        if not self._has_gradients:
             return 0.0
         if self._rounds is None:
             self.stage.begin()
@@ -130,14 +131,14 @@ class ZeroUpdates(Updates):
     @torch.no_grad()
     def step(self, norm: float) -> None:
         self.begun += 1
-        if self._any:
+        if self._has_gradients:
             most = self.config.optim.max_grad_norm
             if most > 0 and norm > most:
                 torch._foreach_mul_(self._gradients, most / norm)
             self._gradients = []
             self.stage.step()
-            self._round()
-        self._any = False
+            self._round_masters()
+        self._has_gradients = False
         self._publish(self.policy.version + 1)
 
     def finish(self) -> None:
@@ -181,7 +182,7 @@ class ZeroUpdates(Updates):
         self._publish(version)
 
     def _step_of(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any]) -> float | None:
-        """Return the number of steps that an optimizer state has taken; None if it has taken none.
+        """Return the number of steps that a stored optimizer state has taken; None if the state is empty.
 
         Raises:
             ValueError: The state does not fit. DeepSpeed keeps one step count for many master weights.
@@ -204,7 +205,7 @@ class ZeroUpdates(Updates):
             )
         return steps.pop()
 
-    def _round(self) -> None:
+    def _round_masters(self) -> None:
         """Round the updated values to `optim.master_dtype`."""
         rounded = DTYPES[self.config.optim.master_dtype]
         if rounded != torch.float32:
@@ -223,7 +224,7 @@ class ZeroUpdates(Updates):
 
 
 class _Rounds(Rounds):
-    """Hands the gradients of each round to a stage."""
+    """Adds the gradients of each round to a stage."""
 
     def __init__(self, policy: Policy, stage: Stage) -> None:
         super().__init__(policy, [(name,) for name in stage.masters])
