@@ -1,4 +1,4 @@
-"""Runs `qarl` command lines, or other programs. Members of a comparison and samplers with a process are forks too."""
+"""Fork `qarl` command lines and other programs. Comparison members and sampler processes are forked too."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ get_checkpoint_conversion_mapping("llama")  # it compiles hundreds of patterns, 
 
 
 def run(argv: list[str], cwd: str = ".", before: str = "", program: str = "qarl") -> None:
-    """before: Python to run first. program: `qarl`, or a Python file, or `-m`."""
+    """Run a program in this process. before: Python code to run first. program: `qarl`, a Python file, or `-m`."""
     os.chdir(cwd)
     sys.argv = [program, *argv]
     for module in (start_members, process):

@@ -1,4 +1,4 @@
-"""Python for `tiny_runs.Qarl.run(before=...)` that kills a run or its sampler, and the metrics that repeat."""
+"""Python code for `tiny_runs.Qarl.run(before=...)` that kills a run or its sampler; and a run's repeatable metrics."""
 
 import json
 from pathlib import Path
@@ -66,7 +66,7 @@ def kill_sampler(take: int | None) -> str:
 
 
 def kill_sampler_at_publish(publish: int) -> str:
-    """Kill the sampler's process before the `publish`-th publish, and publish while the next one gets its weights."""
+    """Kill the sampler before the `publish`-th publish, which then happens while a new sampler gets its weights."""
     return _KILL_SAMPLER_AT_PUBLISH.format(publish=publish)
 
 
@@ -96,11 +96,11 @@ def on_rank(rank: int, code: str) -> str:
 
 
 def recorded(run: Path) -> list[dict[str, Any]]:
-    """The metrics of every step of a run directory."""
+    """Return the metrics of every step of a run directory."""
     path = run / "metrics.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def repeatable(run: Path, measured: tuple[str, ...] = MEASURED) -> list[dict[str, Any]]:
-    """The metrics of every step that a repeated run has too."""
+    """Return the metrics of every step without those that differ when the run is repeated."""
     return [{key: value for key, value in row.items() if not key.startswith(measured)} for row in recorded(run)]

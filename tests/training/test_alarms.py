@@ -1,4 +1,4 @@
-"""What a run warns of: shares that stay above a half, once each, and exponents that were clamped."""
+"""Warnings of a run, once per cause: fractions that stay above one half, and clamped exponents."""
 
 import pytest
 from plain_settings import plain_config

@@ -89,7 +89,7 @@ UNEVEN = (
 
 
 class Runs:
-    """Runs of one configuration, each in a directory of its own."""
+    """Runs of one configuration, each in its own directory."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.folder = qarl, folder
@@ -102,7 +102,7 @@ class Runs:
         self.config = write_config(folder / "c.yaml", data)
 
     def train(self, name: str, *overrides: str, before: str = "", code: int = 0, **ahead: Any) -> list[dict[str, Any]]:
-        """The metrics of a run, without those that depend on time. ahead: `rollout.async`; nothing: synchronous."""
+        """Return a run's metrics that do not depend on time. ahead: `rollout.async`; empty for a synchronous run."""
         given = [f"rollout.async={json.dumps(ahead)}"] if ahead else []
         run = [f"train.run_dir={self.folder / name}", *given, *overrides]
         done = self.qarl.run("train", self.config, *run, before=before, cwd=self.folder)
@@ -111,13 +111,13 @@ class Runs:
         return [] if code else repeatable(self.folder / name, BY_ENGINE)
 
     def train_on_ranks(self, name: str, *overrides: str, before: str = "", **more: Any) -> list[dict[str, Any]]:
-        """`train` on two ranks, each of which runs `before` first."""
+        """Like `train`, on two ranks, each of which runs `before` first."""
         first = self.folder / "first.py"
         first.write_text(before)
         return self.train(name, *overrides, "--nproc", "2", before=forked_launch.before(first), **more)
 
     def weights(self, name: str) -> dict[str, torch.Tensor]:
-        """The masters of the last checkpoint."""
+        """Return the master weights of the last checkpoint."""
         masters = load_checkpoint(self.folder / name / "checkpoints" / "latest", groups=["masters"])
         return dict(masters.tensors["masters"])
 
@@ -128,19 +128,19 @@ class Runs:
         return max(row[metric] for row in self.metrics(name))
 
     def prompts(self, name: str) -> list[int]:
-        """Ids of the prompts that the run learned from, in order."""
+        """Return the ids of the prompts that the run learned from, in order."""
         files = sorted((self.folder / name / "rollouts").glob("*.jsonl"))
         rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
         return [row["prompt_id"] for row in rows[::4]]
 
     def versions(self, name: str) -> set[int]:
-        """Versions of the policy that sampled the tokens of a run."""
+        """Return the policy versions that sampled the tokens of a run."""
         steps = [read_rollouts(self.folder / name, step) for step in rollout_steps(self.folder / name)]
         mixed = {version for step in steps if step.versions for own in step.versions for version in own}
         return mixed | {step.version for step in steps if not step.versions}
 
     def stream(self, count: int) -> list[int]:
-        """Ids of the first prompts of the data, in the order of the seed."""
+        """Return the ids of the first `count` prompts of the data, in the shuffled order."""
         config = Config.model_validate(yaml.safe_load(self.config.read_text()))
         prompts = [Prompt(i, [], "", {}) for i in range(1000)]  # as many as the task has
         return [prompt.id for prompt in PromptStream(prompts, config.train.seed, config.data.shuffle).next(count)]
@@ -158,7 +158,7 @@ def synchronous(runs) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def waiting(runs) -> list[dict[str, Any]]:
-    """A run whose sampler is two steps ahead and finishes responses with the weights that they began with."""
+    """Metrics of a run whose sampler is two steps ahead, and finishes each response with one policy version."""
     return runs.train("waiting", max_staleness=2, in_flight="wait")
 
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong: `qarl train` says it in one line, exits 2, and leaves nothing behind."""
+"""Mistakes of a user: `qarl train` reports each in one line, exits with code 2, and leaves no files behind."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run goes on from a checkpoint only with the inputs it had, and says which of them changed, unless it may have."""
+"""A run resumes only with unchanged inputs, and names the changed ones, unless `allow_changed` permits them."""
 
 import json
 import re
@@ -34,7 +34,7 @@ class Place:
 
 @pytest.fixture(scope="module")
 def trained(qarl, tiny_model, tmp_path_factory) -> Place:
-    """A folder with a model, data, a reward and a run of one step over them."""
+    """A folder with a model, data, a reward, and a run of one step that uses them."""
     folder = tmp_path_factory.mktemp("inputs")
     shutil.copytree(tiny_model("llama"), folder / "model")
     (folder / "judge.py").write_text(JUDGE)

@@ -1,4 +1,4 @@
-"""What the console prints, and never lets through."""
+"""What the console prints, and what it suppresses."""
 
 import io
 import os

@@ -1,4 +1,4 @@
-"""Runs with an objective of the user's own: the example trains, resumes with its source, and a fault is one line."""
+"""Runs with a custom objective: the example trains, resumes with the same source, and an error is one line."""
 
 import json
 import math
@@ -18,7 +18,7 @@ CUSTOM = {"name": "custom", "path": "own.py:cispo", "kwargs": {"clip_ratio_high"
 
 
 class Place:
-    """A folder with a configuration and the example as own.py."""
+    """A folder with a configuration, and a copy of the example named own.py."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.folder = qarl, folder

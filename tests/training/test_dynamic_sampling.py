@@ -21,7 +21,7 @@ def rollout(prompt: int, sample: int, reason: str = "stop") -> Rollout:
 
 
 def sampler(varied: list[bool]):
-    """Groups in the given order; asked: (prompts, round) of each call."""
+    """Return `sample` for `sample_until_full`, and a list of its calls. varied: Per group, whether rewards differ."""
     left, asked = itertools.chain(varied, itertools.repeat(False)), []
 
     def sample(count: int, number: int) -> Sampled:

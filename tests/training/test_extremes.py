@@ -1,4 +1,4 @@
-"""What the configuration accepts trains: two steps with every number at its top, and at its bottom."""
+"""A configuration that is accepted trains: two steps with every number at its maximum, and at its minimum."""
 
 from copy import deepcopy
 from typing import Any

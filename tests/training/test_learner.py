@@ -1,4 +1,4 @@
-"""The learner: whose log-probs, which gradient, when a step is taken, and that it learns."""
+"""The learner: log-probs, gradients, skipped steps, and that it learns."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def gradients(run: Parts, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], dict[str, float]]:
-    """The gradient of every optimizer step of one `learn`, and its metrics."""
+    """Run `learn`. Return the gradient of every optimizer step by name, and the metrics."""
     seen: list[dict[str, torch.Tensor]] = []
     step = run.optimizer.step
 
@@ -30,7 +30,7 @@ def gradients(run: Parts, batch: Batch) -> tuple[list[dict[str, torch.Tensor]], 
 
 
 class Wrapped:
-    """An objective whose calls go through `change(loss, stats, *arguments)`."""
+    """An objective whose results pass through `change(loss, stats, *arguments)`."""
 
     def __init__(self, objective, change):
         self._objective, self._change = objective, change
@@ -44,7 +44,7 @@ class Wrapped:
 
 @contextmanager
 def broken_gradients(run: Parts) -> Iterator[None]:
-    """Every gradient is NaN inside."""
+    """Context manager in which every gradient is NaN."""
     objective = run.learner.objective
     run.learner.objective = Wrapped(objective, lambda loss, stats, *_: (loss * math.nan, stats))
     yield
@@ -52,7 +52,7 @@ def broken_gradients(run: Parts) -> Iterator[None]:
 
 
 def alone(run: Parts, batch: Batch) -> list[torch.Tensor]:
-    """Each response's log-probs under the policy as it is now, in a forward of its own."""
+    """Return the log-probs of each response under the current policy, each from its own forward."""
     with torch.no_grad():
         return [
             run.policy.logprobs([p], [r], run.sampling.truncation, 128)[0]

@@ -1,4 +1,4 @@
-"""What objectives ask of the learner (shadow, reference, entropy, constants), and numerics that the sections choose."""
+"""What objectives need of the learner (shadow, reference, entropy, constants), and its configured numerics."""
 
 import math
 
@@ -14,7 +14,7 @@ UNALIGNED = {"quant": {"scheme": "w8a8", "group_size": None, "learner": "full_pr
 
 
 def logps_seen(run: Parts) -> list:
-    """Gets what the objective is given in each of its calls: (TokenLogProbs, Constants)."""
+    """Return a list that later calls of the objective append to: (TokenLogProbs, Constants)."""
     seen, objective = [], run.learner.objective
 
     class Watched:

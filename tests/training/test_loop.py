@@ -1,4 +1,4 @@
-"""Whole runs: what they print and leave, stopping, going back, going on, and disks that refuse."""
+"""Whole runs: output, files, stopping, going back to a checkpoint, resuming, and full disks."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from tiny_runs import ONE_PICTURE, Finished, Qarl, settings, write_config
 
 pytestmark = pytest.mark.slow
 
-# A signal to itself at the start of the N-th rollout; twice: another one in the learner.
+# Sends a signal to its own process at the start of the N-th rollout. TWICE: sends it again at once.
 SIGNAL_IN_ROLLOUT = """
 import os, signal
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # which nohup ignores
@@ -65,14 +65,14 @@ def runs(qarl, tiny_model, tmp_path) -> Runs:
 
 @pytest.fixture(scope="module")
 def trained(qarl, tiny_model, tmp_path_factory) -> tuple[Runs, Finished]:
-    """A finished run, to read."""
+    """A finished run, which tests must not change."""
     runs = Runs(qarl, tiny_model("llama"), tmp_path_factory.mktemp("trained"))
     return runs, runs.train()
 
 
 @pytest.fixture
 def finished(trained, runs) -> Runs:
-    """A copy of the finished run."""
+    """A copy of the finished run, which a test may change."""
     shutil.copytree(trained[0].folder, runs.folder, symlinks=True, dirs_exist_ok=True)
     return runs
 

@@ -1,6 +1,6 @@
-"""Between the forward and the backward of a micro-batch nothing asks the device for a value.
+"""Between the forward and the backward of a micro-batch nothing synchronizes with the device.
 
-The device here is torch's `meta`: its tensors have no values, so that whatever would wait for one raises.
+The device is torch's `meta`, whose tensors have no values, so that reading one raises.
 `tests/gpu/test_gpu_no_sync.py` has whole micro-batches on a GPU.
 """
 
@@ -56,7 +56,7 @@ WAITS = ("_local_scalar_dense", "nonzero", "is_nonzero", "masked_select", "equal
 
 
 class Refuse(TorchDispatchMode):
-    """Raises where a value would come from the device, or go there other than by `upload`."""
+    """Raises if a value is read from the device, or copied to it without `upload`."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         devices = {x.device.type for x in [*args, *(kwargs or {}).values()] if isinstance(x, Tensor)}
@@ -72,7 +72,7 @@ class Refuse(TorchDispatchMode):
 
 
 class RefuseNumbers(TorchFunctionMode):
-    """Raises where Python numbers become a tensor on the device."""
+    """Raises if a tensor on the device is created from Python numbers."""
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -97,7 +97,7 @@ def no_waits() -> Iterator[None]:
 
 
 def ragged(device: torch.device, groups: int = 4) -> Batch:
-    """Groups of three responses, the sampler's log-probs with them."""
+    """Return a batch of groups of three responses of different lengths, with the sampler's log-probs."""
     rng, count = random.Random(0), 3 * groups
     responses = [[1] * rng.randint(1, 20) for _ in range(count)]
     of_group = [i // 3 for i in range(count)]
@@ -108,14 +108,14 @@ def ragged(device: torch.device, groups: int = 4) -> Batch:
 
 
 def forwards(part: Part, seed: int) -> list[Tensor]:
-    """(T,) on the part's device: log-probs with gradient, at the snapshot, of shadow and reference, and an entropy."""
+    """Return random logp (with gradient), logp_old, shadow, reference and entropy: (T,) each on the part's device."""
     generator = torch.Generator().manual_seed(seed)
     values = [-torch.rand(part.tokens, generator=generator) for _ in range(5)]
     return [x.to(part.device).requires_grad_(at in (0, 4)) for at, x in enumerate(values)]
 
 
 def micro_batch(objective, part: Part, minibatch: Part, totals: LearnerTotals, logp: Tensor, others: list[Tensor]):
-    """What `learn` does with a micro-batch around the policy's own forward and backward."""
+    """Do what `learn` does with a micro-batch, except for the policy's forward and backward."""
     batch = part.batch
     old, shadow, reference, entropy = others
     if not batch.logp_old.known(part):

@@ -1,6 +1,6 @@
-"""`optim.offload` with Muon: momentum and masters on the host give the bits of those on the device.
+"""`optim.offload` with Muon: momentum and masters on the host give the same bits as on the device.
 
-Without a GPU, its loads pass through slots of the CPU; `tests/distributed/test_row_updates.py` has Muon over rows.
+Without a GPU, the slots are on the CPU; `tests/distributed/test_row_updates.py` has Muon over rows.
 """
 
 import json
@@ -48,7 +48,7 @@ def test_masters_and_momenta_have_the_bits_of_those_on_the_device(masters, chang
 
 
 def named(members: list[Parameter]) -> list[tuple[str, Parameter]]:
-    """The last one is no hidden matrix, and AdamW's."""
+    """Return named parameters. The last one is not a hidden matrix, so AdamW updates it."""
     names = [f"model.layers.{place}.weight" for place in range(len(members) - 1)] + ["lm_head.weight"]
     return list(zip(names, members, strict=True))
 

@@ -170,7 +170,7 @@ def test_schedule(schedule, expected):
 
 
 def clipped(parameters: list[Parameter], max_norm: float) -> float:
-    """The norm before."""
+    """Clip the gradients, and return their norm before."""
     norm = grad_norm(parameters)
     clip_grads(parameters, norm, max_norm)
     return norm

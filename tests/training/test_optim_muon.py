@@ -1,4 +1,4 @@
-"""`qarl.training.muon`: the batched step against torch's own, and torch's own on a CPU."""
+"""`qarl.training.muon`: the batched step compared with torch's, and that torch's runs on a CPU."""
 
 import pytest
 import torch

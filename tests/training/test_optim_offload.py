@@ -1,4 +1,4 @@
-"""`optim.offload`: moments on the host give the bits of moments on the device. Without a GPU, its buckets on a CPU."""
+"""`optim.offload`: moments on the host give the same bits as on the device. Without a GPU, buckets are on the CPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tokens that fall out of the learner's truncated set after an update: what they drop in a minibatch, and warnings."""
+"""Tokens that leave the learner's truncated distribution after an update: what a minibatch loses, and warnings."""
 
 import random
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Shares(Observer):
-    """Counts, per minibatch: tokens outside, tokens, responses with one, responses with weight 0, responses."""
+    """Counts per minibatch: tokens outside, all tokens, responses with such a token, with weight 0, all responses."""
 
     def __init__(self, run) -> None:
         self.objective, self.counts = run.learner.objective, []

@@ -1,4 +1,4 @@
-"""A profiled step: its trace, its page, that it changes no bit, and what is refused."""
+"""A profiled step: its trace, its page, that results stay the same, and configurations that are rejected."""
 
 import gzip
 import json

@@ -18,7 +18,7 @@ CASES = {"int4": ("llama", {}, "compressed-tensors w4a16"), "fp8": ("qwen3", WID
 
 
 class Start:
-    """Runs from one checkpoint, in the scheme that stores what it stores."""
+    """Runs that start from one quantized checkpoint, with the scheme that can store its codes."""
 
     def __init__(self, qarl: Any, model: Path, folder: Path, name: str) -> None:
         self.qarl, self.folder, self.model = qarl, folder, folder / "model"

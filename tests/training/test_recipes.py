@@ -1,4 +1,4 @@
-"""Each recipe, shrunk to a tiny model of its family, runs two steps on a file of its data set's published schema."""
+"""Each recipe runs two steps with a tiny model of its family, on a file with the columns of its data set."""
 
 import json
 from pathlib import Path

@@ -181,7 +181,7 @@ def test_a_resumed_run_joins_the_same_run_of_the_tracker(tmp_path, tracker):
 
 
 class FakeMlflow:
-    """The calls of mlflow's client that a run makes, over experiments and runs in memory."""
+    """In-memory MLflow client, with the methods that a run calls."""
 
     def __init__(self) -> None:
         self.experiments: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""An exception anywhere in the loop loses no finished step: one fault at every place of it, and then the run again."""
+"""An exception at any place of the loop loses no finished step, and the run can be resumed afterwards."""
 
 import os
 import shutil
@@ -35,11 +35,11 @@ AT = 2  # the step in which the fault is
 
 
 class Boom(RuntimeError):
-    """Not of any class that somebody would catch on purpose."""
+    """An exception that no code catches by its class."""
 
 
 class Tiny:
-    """Runs of one tiny configuration in this process, over the same parts, which each start finds as the first did."""
+    """Runs of a tiny configuration in this process. They share a model, which is reset at the start of each run."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.data = settings(model, train={"prompts_per_step": 2, "minibatch_size": 4}, logging={"tensorboard": False})
@@ -53,7 +53,7 @@ class Tiny:
         return loop.train(Config.model_validate({**self.data, **sections}))
 
     def assert_as_reference(self, but: str | None = None) -> None:
-        """but: a step whose rollouts may be missing."""
+        """Compare checkpoint and rollouts with the reference. but: Name of a step whose rollouts may be missing."""
         last = (self.run / "checkpoints" / "latest").resolve().name
         assert files(self.run / "checkpoints" / last) == files(self.reference / "checkpoints" / last)
         for name, data in files(self.reference / "rollouts").items():
@@ -112,9 +112,9 @@ def files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# Where the fault is: object, attribute, calls of it in a step, raise before or after the call's own work, and the step
-# that must be on the disk afterwards: the one before the fault, or, where the learner had ended, its own; 0, for none,
-# where the weights were being changed.
+# Place of the fault: object, attribute, calls of it per step, whether to raise after the call's own work, and the step
+# that must be saved afterwards. That is the step with the fault if the learner had ended, else the one before; 0 (none)
+# if the weights were being changed.
 PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
     "generate": (NativeEngine, "generate", 1, False, AT - 1),
     "refresh": (Policy, "refresh", 2, False, 0),
@@ -128,7 +128,7 @@ PLACES: dict[str, tuple[Any, str, int, bool, int]] = {
 
 
 def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -> Callable[..., Any]:
-    """`real`, that raises once in the last call of `calls` there."""
+    """Wrap `real` so that call number `calls` raises `error`, before or after its own work."""
     count = 0
 
     def faulty(*arguments: Any, **keywords: Any) -> Any:
@@ -144,7 +144,7 @@ def fault(real: Callable[..., Any], calls: int, after: bool, error: Exception) -
     return faulty
 
 
-# Calls before those of the first step, and of a step before the one that is meant.
+# Additional calls before the one in which the fault is raised.
 BEFORE = {"wake": 1, "publish": 1, "refresh": 2}
 
 

@@ -1,4 +1,4 @@
-"""A run that was stopped anywhere, and resumed with the same command, leaves what an undisturbed one leaves."""
+"""A run that is stopped anywhere and resumed with the same command leaves the same files as an undisturbed run."""
 
 import random
 import shutil
@@ -60,7 +60,7 @@ def steps_recorded(run: Path) -> int:
 
 
 class Resumed:
-    """One configuration, run undisturbed in `reference`, and again in `run` with interruptions."""
+    """One configuration, run without interruptions in `reference`, and with interruptions in `run`."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.run, self.reference = qarl, folder / "run", folder / "reference"
@@ -73,11 +73,11 @@ class Resumed:
         return done
 
     def interrupted(self, before: str) -> Finished:
-        """A run to its end, which `before` brings about."""
+        """Run until the code in `before` ends the process."""
         return self.qarl.run("train", self.config, f"train.run_dir={self.run}", before=before)
 
     def signalled(self, signum: int, write: int, delay: float) -> Finished:
-        """Sent the signal `delay` seconds after so many writes."""
+        """Run, and send the signal `delay` seconds after write number `write`."""
         return self.interrupted(f"N, DELAY, SIGNUM = {write}, {delay}, {int(signum)}" + SIGNAL_AFTER_WRITE)
 
 
@@ -88,7 +88,7 @@ def resumed(qarl, tiny_model, tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def fresh(resumed):
-    """Every test begins a new run beside the reference."""
+    """Remove `run`, so that every test begins a new one."""
     shutil.rmtree(resumed.run, ignore_errors=True)
 
 

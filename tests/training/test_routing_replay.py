@@ -1,4 +1,4 @@
-"""Routing replay and the losses of routers, on a tiny mixture: what is replayed where, and what gradients follow."""
+"""Routing replay and router losses, on a tiny mixture of experts: which choices are replayed, and the gradients."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The RL step on its own: its order, what it tells observers, and the decisions it takes."""
+"""The RL step alone: its order, its calls of observers, and the decisions it takes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Diary(Observer):
-    """Writes down what it is told, and what the policy's version is then."""
+    """Observer that records its calls, with the policy version at each call."""
 
     def __init__(self, run: Parts) -> None:
         self._policy = run.policy
@@ -68,7 +68,7 @@ class Diary(Observer):
 
 
 def as_run(parts_: Parts) -> Run:
-    """The parts with prompts and rewards of their own, whatever is asked."""
+    """Return the parts as a run, with a stream of fixed prompts and fixed rewards."""
     prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {"n": i}) for i in range(4)]
 
     class Rewards:

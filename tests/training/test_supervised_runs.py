@@ -1,4 +1,4 @@
-"""`qarl sft` and `qarl distill`: loss and gradient beside transformers, whole runs, kills, ranks, held-out loss."""
+"""`qarl sft` and `qarl distill`: loss and gradient compared with transformers, whole runs, kills, ranks, held-out."""
 
 import json
 from pathlib import Path
@@ -39,14 +39,14 @@ ROWS = [
 
 
 def written_data(folder: Path, rows: list[dict[str, Any]] | None = None) -> Path:
-    """A file of examples."""
+    """Write a file of examples."""
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows or ROWS))
     return file
 
 
 def configured(path: Path, data: Path, objective: dict[str, Any], **sections: dict[str, Any]) -> dict[str, Any]:
-    """Settings of a run on given responses, without rewards."""
+    """Return the settings of a run on given responses, without rewards."""
     found = settings(path, data={"source": str(data), "chat_template": False}, objective=objective, **sections)
     del found["reward"]
     found["rollout"] = {"max_response_length": 16, "engine": "data"} | sections.get("rollout", {})
@@ -69,7 +69,7 @@ class Stream:
 
 
 def step_gradient(config: Config) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Metrics and gradient of one minibatch over EXAMPLES, without an update."""
+    """Return metrics and gradient of one minibatch over EXAMPLES, without an update."""
     policy = build_policy(config, load_model(config.model), CPU)
     tokenizer = load_tokenizer(config.model)
     teacher = open_teacher(config, CPU, policy.max_length, RunConsole("none"))
@@ -85,14 +85,14 @@ def step_gradient(config: Config) -> tuple[dict[str, float], dict[str, torch.Ten
 
 
 def trained_rows(example: Prompt) -> list[int]:
-    """Positions of the whole sequence whose next token is trained on."""
+    """Return the positions in prompt and response whose next token is trained on."""
     given = example.response
     written = given.written or [True] * len(given.token_ids)
     return [len(example.token_ids) - 1 + i for i, own in enumerate(written) if own]
 
 
 def reference_logits(model: torch.nn.Module) -> torch.Tensor:
-    """Logits (T, V) before the trained tokens, from transformers."""
+    """Return the logits (T, V) that predict the trained tokens, from transformers."""
     found = []
     for example in EXAMPLES:
         ids = torch.tensor([example.token_ids + example.response.token_ids])
@@ -119,7 +119,7 @@ def double(path: Path) -> torch.nn.Module:
 
 
 def unquantized(path: Path, folder: Path, objective: dict[str, Any], tokens: int) -> Config:
-    """A run in float32 without quantization. tokens: per micro-batch."""
+    """Return the configuration of a float32 run without quantization. tokens: Tokens per micro-batch."""
     train = {"prompts_per_step": 3, "minibatch_size": 3, "micro_batch_tokens": tokens}
     quant = {"scheme": "bf16", "group_size": None}
     data = configured(path, written_data(folder), objective, model=EXACT, quant=quant, train=train)
@@ -196,7 +196,7 @@ def test_held_out_scores_the_quantized_policy(models, tmp_path):
 
 @pytest.fixture(scope="module")
 def config(models, tmp_path_factory) -> Path:
-    """Trains on rows in W4A16 with two optimizer steps per step, and scores them held out."""
+    """Write a configuration: W4A16, two optimizer steps per step, and the same rows as held-out examples."""
     folder = tmp_path_factory.mktemp("supervised")
     data = written_data(folder, ROWS * 3)
     sections = configured(models[0], data, {"name": "sft"}, train={"steps": 5, "minibatch_size": 2, "threads": 1})
@@ -213,7 +213,7 @@ def run(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, code
 
 
 def run_on_ranks(qarl: Qarl, command: str, config: Path, name: str, *overrides: str, before: str = "", **order) -> Path:
-    """`run` on two ranks, which are forks and run `before` first."""
+    """Like `run`, on two forked ranks that run `before` first."""
     first = config.parent / "first.py"
     first.write_text(before)
     return run(qarl, command, config, name, *overrides, "--nproc", "2", before=forked_launch.before(first), **order)

@@ -1,4 +1,4 @@
-"""A run directory, or a part of it, that disappears or turns into something else under a run: one line, no hang."""
+"""A run directory, or a part of it, disappears or is replaced during a run: an error of one line, and no hang."""
 
 import shutil
 

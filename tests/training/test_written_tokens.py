@@ -22,7 +22,7 @@ OPTIONS = {"train": TRAIN, "optim": {"name": "adamw", "lr": 1e-3}, "objective": 
 
 
 def written_of(length: int, sample: int) -> list[bool] | None:
-    """A stretch in the middle, the first token, the last one, or nothing is not the policy's."""
+    """Mark the tokens that the policy wrote: all except some in the middle, the first, or the last; None: all."""
     cut = {0: slice(2, 5), 1: slice(0, 1), 2: slice(length - 1, length)}.get(sample % 4)
     if cut is None:
         return None
@@ -32,7 +32,7 @@ def written_of(length: int, sample: int) -> list[bool] | None:
 
 
 def sampled(run: Parts, spoil: float | None) -> tuple[list[Prompt], list[Rollout]]:
-    """Rollouts with marks. spoil: log-prob of the tokens that the policy did not write."""
+    """Sample rollouts with such marks. spoil: Log-prob to set at tokens that the policy did not write."""
     prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(run.config.train.prompts_per_step)]
     run.engine.publish(run.policy.current)
     marked = []

@@ -1,4 +1,4 @@
-"""Tiny configurations, the parts of a run without its reward workers, and whole runs in processes of their own."""
+"""Tiny configurations, the parts of a run without reward workers, and whole runs in separate processes."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from qarl.types import Prompt
 ROOT = Path(__file__).parents[2]
 
 
-# For a report of which the pictures are not looked at: all are copies of the first, which takes seconds less.
+# For tests that do not look at a report's charts: all charts are copies of the first, which saves seconds.
 ONE_PICTURE = """
 import contextlib
 from qarl.report import charts, page
@@ -46,14 +46,14 @@ charts.save = save
 
 
 def settings(path: Path, /, **sections: dict[str, Any]) -> dict[str, Any]:
-    """`tiny_settings` of a run of six steps."""
+    """Return `tiny_settings` for a run of six steps."""
     own = {"train": {"steps": 6}, "checkpoint": {"every": 2}}
     return tiny_settings(path, **{name: own.get(name, {}) | sections.get(name, {}) for name in {**own, **sections}})
 
 
 @dataclass
 class Parts:
-    """What a step needs, without data, rewards and records."""
+    """Everything that a step needs, except data, rewards and records."""
 
     config: Config
     policy: Policy
@@ -63,7 +63,7 @@ class Parts:
     sampling: SamplingParams
 
     def batch(self, reward: Callable[[list[int]], float], seed: int = 1) -> Batch:
-        """Sampled from the current policy; a response's reward is that of its token ids."""
+        """Sample a batch with the current policy. reward: Maps the token ids of a response to its reward."""
         prompts = [Prompt(i, [5 + i, 70, 90 + i], f"prompt {i}", {}) for i in range(self.config.train.prompts_per_step)]
         self.engine.publish(self.policy.current)
         sampling = replace(self.sampling, seed=seed, record_routing=self.config.records_routing)
@@ -73,7 +73,7 @@ class Parts:
         return build_batch(prompts, rollouts, rewards, advantage, self.policy.version, replays=replays)
 
     def learn(self, batch: Batch, step: int = 0, watch: Observer | None = None) -> dict[str, float]:
-        """The learner's metrics, and `learner_tokens`, that its forwards ran."""
+        """Run `learn`. Return the learner's metrics, and as `learner_tokens` the number of tokens in its forwards."""
         watch = watch or Observer()
         learn(self.learner, batch, step, watch)
         metrics = self.learner.metrics(batch)
@@ -81,7 +81,7 @@ class Parts:
         return metrics | {"learner_tokens": float(self.learner.totals.forward_tokens)}
 
     def forwards(self) -> list[int]:
-        """Gets the responses of every forward of the learner from now on."""
+        """Return a list to which each later forward of the learner appends the indices of its responses."""
         ran, logprobs = [], self.learner.logprobs
         self.learner.logprobs = lambda part, *more, **named: ran.extend(part.indices) or logprobs(part, *more, **named)
         return ran
@@ -102,7 +102,7 @@ class Parts:
 
 
 def live(run: Parts, seed: int = 1) -> Batch:
-    """A batch of which no response has advantage 0, whatever was sampled."""
+    """Return a batch in which no response has advantage 0."""
     batch = run.batch(lambda tokens: 0.0, seed)
     batch.advantages = torch.linspace(-1.0, 1.6, len(batch))  # 0 is not among them
     return batch
@@ -122,7 +122,7 @@ def parts(path: Path, /, **sections: dict[str, Any]) -> Parts:
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Matrices this small only wait for a second one."""
+    """Run torch with one thread, which is faster for such small matrices."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -135,7 +135,7 @@ def llama(tiny_model) -> Path:
 
 
 class Started:
-    """A run under way."""
+    """A running process."""
 
     def __init__(self, fork: Fork, out: Path, err: Path) -> None:
         self._fork, self.pid, self._out, self._err = fork, fork.pid, out, err
@@ -153,14 +153,14 @@ class Finished:
 
 
 class Qarl:
-    """`qarl` command lines, one at a time, in `cwd`. tier: of `forks.TIERS`."""
+    """Runs `qarl` command lines in `cwd`, one at a time. tier: Key of `forks.TIERS`."""
 
     def __init__(self, cwd: Path, tier: str = "fork_server") -> None:
         self.cwd, self._tier = cwd, tier
         self._last: Fork | None = None
 
     def start(self, *argv: object, before: str = "", cwd: Path | None = None, program: Path | str = "qarl") -> Started:
-        """before: Python to run first. program: a Python file that runs in `qarl`'s place."""
+        """Start a process. before: Python code to run first. program: A Python file to run instead of `qarl`."""
         if self._last is not None:  # a test that failed did not wait for it
             self._last.kill()
             self._last.wait()
@@ -170,7 +170,7 @@ class Qarl:
         return Started(self._last, out, err)
 
     def run(self, *argv: object, **order: Any) -> Finished:
-        """As `start`, to the end."""
+        """Start a process and wait for its end. order: See `start`."""
         return self.start(*argv, **order).wait()
 
 
