@@ -16,7 +16,7 @@ from qarl.types import Prompt
 
 @pytest.fixture(scope="session")
 def make_policy(tiny_model) -> Callable[..., Policy]:
-    """make_policy(family, scheme, dtype, **quant) -> policy at version 0; made once a session, not to be trained."""
+    """make_policy(family, scheme, dtype, **quant) -> policy at version 0. Tests share it, so they must not train it."""
     made: dict[tuple, Policy] = {}
 
     def make(family: str = "llama", scheme: str = "w4a16", dtype: torch.dtype = torch.bfloat16, **quant) -> Policy:
@@ -31,7 +31,7 @@ def make_policy(tiny_model) -> Callable[..., Policy]:
 
 @pytest.fixture
 def make_fused(tiny_model, monkeypatch) -> Callable[..., Policy]:
-    """make_fused(family, **sizes) -> a bf16 policy of one layer of Triton kernels: on a GPU, or in the interpreter."""
+    """make_fused(family, **sizes) -> bf16 policy with one layer that runs Triton kernels, on a GPU or interpreted."""
     if not (INTERPRETED or torch.cuda.is_available()):
         pytest.skip("needs a CUDA device, or TRITON_INTERPRET=1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,7 +65,7 @@ def make_engine(make_policy, tokenizer) -> Callable[..., NativeEngine]:
 
 @pytest.fixture
 def prompts() -> list[Prompt]:
-    """Prompts shorter than a page, as long as one, one token longer and over two."""
+    """Prompts shorter than a page, as long as a page, one token longer than a page, and longer than two pages."""
     generator = torch.Generator().manual_seed(0)
     lengths = [7, 64, 1, 65, 130, 63]
     tokens = [torch.randint(3, 259, (length,), generator=generator).tolist() for length in lengths]

@@ -1,6 +1,6 @@
-"""A sampler whose model is a hash of the whole context, read through the KV cache: a wrong page, slot or length shows.
+"""A sampler whose model hashes the whole context, read through the KV cache, so a wrong page, slot or length shows.
 
-It stands in for the layers of Triton kernels, so that what the engine gives them can be tested by the thousand steps.
+It replaces the Triton layers of a real model, so tests can check the engine's inputs to them over thousands of steps.
 """
 
 from dataclasses import dataclass
@@ -30,8 +30,8 @@ class Spans:
 
 
 class HashingSampler:
-    """What `NativeEngine` asks of a `Sampler`. steps: rows of each forward, decodes negative. experts: of its layers,
-    which no hash depends on; a row chooses them by its context, see `choices`."""
+    """The parts of `Sampler` that `NativeEngine` uses. steps: Number of rows of each forward, negative for decodes.
+    experts: Layers with experts. A row is routed to the `choices` of its context, which do not change its hash."""
 
     current = True
     tracer = None
@@ -89,18 +89,18 @@ def hash_of(tokens: list[int]) -> int:
 
 
 def choices(tokens: list[int], layer: ExpertLayer) -> list[int]:
-    """The experts of the last of some tokens, ascending."""
+    """Return the experts that the last of these tokens is routed to, ascending."""
     first = (hash_of(tokens) + layer.number) % (layer.count - layer.per_token)
     return list(range(first, first + layer.per_token))
 
 
 def logits_of(hidden: Tensor) -> Tensor:
-    """(R, V) float32, of hashes (R, 1)."""
+    """Return logits (R, V) float32 of hashes (R, 1)."""
     return (2 * torch.cos(hidden * torch.arange(1, VOCABULARY + 1))).float()
 
 
 def expected(prompt: Prompt, sample: int, sampling: SamplingParams) -> tuple[list[int], list[float]]:
-    """A response and its log-probs, one token after the other."""
+    """Return the tokens and log-probs of a response, computed one token at a time without an engine."""
     points = uniforms(sampling.seed, prompt.id, sample, sampling.max_response_length)
     tokens: list[int] = []
     logprobs: list[float] = []

@@ -1,4 +1,4 @@
-"""A native generation that takes responses and new weights while it runs."""
+"""A native generation to which responses and new weights are added while it runs."""
 
 from itertools import groupby
 from pathlib import Path
@@ -37,7 +37,7 @@ class Flight:
         self.responses: list[Sequence] = []
 
     def change(self) -> None:
-        """Move the masters and let the sampler read them, as a publish in flight does."""
+        """Change the master weights and publish them to the sampler while responses are in progress."""
         version = self.policy.version + 1
         self.generation.settle()
         torch.manual_seed(version)

@@ -1,4 +1,4 @@
-"""The engine's contract: order, streams, stopping, text, limits, faults."""
+"""The engine's contract: order of responses, random streams, stop conditions, text, limits, errors."""
 
 import pytest
 import torch

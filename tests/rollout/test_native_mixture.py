@@ -1,4 +1,4 @@
-"""Mixtures of experts in the native engine: the learner's log-probs to the bit, and the experts of every token."""
+"""Mixtures of experts in the native engine: the learner's log-probs bit for bit, and the recorded experts."""
 
 from dataclasses import replace
 

@@ -1,6 +1,6 @@
-"""Steps that run ahead of the host: the inputs of the device, late reading, and graphs, on a model that is a hash.
+"""Asynchronous steps on a `HashingSampler`: device inputs, tokens that are read a step later, and CUDA graphs.
 
-Without a GPU a graph repeats the work of the first step of its size. It misses what it does not read from the buffers.
+Without a GPU a "graph" repeats the Python code of its first step, so it ignores inputs that are not in the buffers.
 """
 
 import random
@@ -41,7 +41,7 @@ def random_prompts(rng: random.Random, count: int, longest: int) -> list[Prompt]
 
 
 def with_experts(engine: NativeEngine, count: int) -> NativeEngine:
-    """The engine, whose sampler's model now has two layers of so many experts, three for each token."""
+    """Give the engine's model two layers of `count` experts, three per token, and return the engine."""
     engine.sampler.experts = tuple(ExpertLayer(i, "", count, 3, True, EXPERT_NAMES["mixtral"]) for i in range(2))
     return engine
 

@@ -1,4 +1,4 @@
-"""The scheduler against a model of the KV cache: every step's chunks must stand on the right keys and values."""
+"""The scheduler against a model of the KV cache: every chunk must find the right keys and values in its pages."""
 
 import random
 from dataclasses import dataclass, field
@@ -84,7 +84,7 @@ class Simulation:
 
 
 def identity(sequence: Sequence, position: int) -> tuple[object, int]:
-    """Whose keys a position holds: those of a prompt are the same for all of its samples."""
+    """Return what the keys at a position depend on: samples of one prompt share the keys of its positions."""
     prompt = sequence.prompt
     return (prompt.id, position) if position < len(prompt.token_ids) else (sequence, position)
 

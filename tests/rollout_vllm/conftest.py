@@ -1,4 +1,4 @@
-"""A model that draws tokens evenly."""
+"""A model with uniform next-token probabilities."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).parents[1] / "distributed"))  # for ranks
 
 @pytest.fixture(scope="session")
 def even_model(tiny_model, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model whose every next token has the probability 1/259, as `fake_sampler.FakeHost` draws them."""
+    """A tiny model that gives all 259 tokens the same probability, as `fake_sampler.FakeHost` samples them."""
     import shutil
 
     import torch

@@ -1,6 +1,6 @@
-"""`python exact_in_vllm.py CASES ANSWER`: vLLM with `rollout.numerics: exact`, one start after the other.
+"""`python exact_in_vllm.py CASES ANSWER`: starts vLLM with `rollout.numerics: exact` once per case.
 
-CASES (JSON): name -> arguments of `checked`. ANSWER (JSON): name -> what it found. On a GPU if there is one.
+CASES (JSON file): arguments of `checked` by name. ANSWER (JSON file): its results by name. Uses a GPU if there is one.
 """
 
 import gc
@@ -44,10 +44,10 @@ EVENTS: Counter[str] = Counter()
 
 def main(cases: str, answer: str) -> None:
     found: dict[str, Any] = {}
-    for name in own_kernels():  # a server that this process is a fork of may have imported them
+    for name in own_kernels():  # the server that this process was forked from may have imported them
         del sys.modules[name]
     count_events()
-    gc.unfreeze = lambda: None  # a vLLM that ends collects five times, and would go through all that is imported
+    gc.unfreeze = lambda: None  # vLLM collects garbage five times when it ends; keep imports frozen
     for name, arguments in json.loads(Path(cases).read_text()).items():
         found[name] = checked(**arguments)
     found["own kernels"] = own_kernels()
@@ -61,7 +61,7 @@ def main(cases: str, answer: str) -> None:
 
 
 def ended(decoder: Any, prompt: list[str], response: list[str], stop: str) -> int:
-    """Number of words of a response after which vLLM finds the stop string; 0 if it does not."""
+    """Return after how many words of the response vLLM finds the stop string; 0 if it does not find it."""
     from vllm import SamplingParams
     from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
@@ -75,12 +75,12 @@ def ended(decoder: Any, prompt: list[str], response: list[str], stop: str) -> in
 
 
 def own_kernels() -> list[str]:
-    """Modules of vLLM's own arithmetic that are imported."""
+    """Return the imported modules of `rollout.numerics: fast`."""
     return [name for name in sys.modules if name.startswith("qarl.rollout.vllm.own_kernels")]
 
 
 def count_events() -> None:
-    """Count vLLM's preemptions, the prompts of which it had a part in its cache, and draws that it shapes itself."""
+    """Count vLLM's preemptions, prompts with a cached prefix, and batches that vLLM itself truncates."""
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.sample.ops import topk_topp_sampler
@@ -108,7 +108,7 @@ def count_events() -> None:
 def checked(
     model: str, sections: dict[str, Any], lengths: list[int], response: int, shaped: list[str]
 ) -> dict[str, Any]:
-    """For the policy, for a later version of it, and on a GPU after each kind of sleep: what `different` finds."""
+    """Return the results of `different` at two versions of the policy, and on a GPU also after each level of sleep."""
     config = decide_sizes(Config.model_validate(settings(Path(model), **sections)), DEVICE.type)
     policy, tokenizer = build_policy(config, load_model(config.model), DEVICE), load_tokenizer(config.model)
     with tempfile.TemporaryDirectory() as place:
@@ -134,7 +134,7 @@ def checked(
 
 
 def measured(host: Host) -> dict[str, Any]:
-    """What vLLM draws where it measures memory, of five rows: the tokens, and whether it shaped them itself."""
+    """Sample five rows as vLLM's memory profiling does. Returns the tokens' shape, and whether vLLM truncated."""
     EVENTS.clear()
     runner = host._worker.model_runner
     width, dtype = runner.model_config.get_hidden_size(), runner.model_config.dtype
@@ -144,7 +144,7 @@ def measured(host: Host) -> dict[str, Any]:
 
 
 def publish_something(host: Host, policy: Policy) -> None:
-    """A next version of all parameters, as if it were learned."""
+    """Change all parameters at random, and publish them as the next version."""
     generator = torch.Generator().manual_seed(policy.version + 1)
     with torch.no_grad():
         for parameter in policy.model.parameters():
@@ -156,10 +156,10 @@ def publish_something(host: Host, policy: Policy) -> None:
 
 @torch.no_grad()
 def different(host: Host, policy: Policy, lengths: list[int], response: int, shaped: list[str]) -> dict[str, Any]:
-    """Tokens whose log-prob is not, bit for bit, what the learner gives them, of each kind; and what vLLM did.
+    """Count the tokens whose log-prob differs from the learner's bits, for scoring and for each name in `shaped`.
 
-    Each prompt has two responses of `response` tokens. shaped: of TRUNCATIONS. Responses that are drawn again, in
-    another order of requests, must be the same.
+    Also counts responses that change if the requests are in another order, and vLLM's events. lengths: Tokens of each
+    prompt, which gets two responses. response: Maximum tokens of a response. shaped: Keys of TRUNCATIONS.
     """
     EVENTS.clear()
     generator = torch.Generator().manual_seed(policy.version)
@@ -187,4 +187,4 @@ def off(found: torch.Tensor, expected: torch.Tensor) -> int:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
-    os._exit(0)  # taking all of vLLM down takes a second
+    os._exit(0)  # shutting vLLM down would take a second

@@ -1,8 +1,8 @@
-"""A sampler's process that starts in no time and has the troubles that a test asks for.
+"""A sampler's process that starts fast and has the faults that a test requests.
 
-It is the real worker loop in a fork of the test's process, over a host that draws tokens evenly instead of vLLM. The
-engine argument `troubles` names a file of lines `OPERATION TROUBLE`; the first line is struck out, and happens, when
-its operation is carried out the next time. Every process writes its pid beside it.
+It runs the real worker loop in a fork of the test's process, with a host that samples uniformly instead of vLLM. The
+engine argument `troubles` names a file of lines `OPERATION TROUBLE`. When the operation of the first line runs, the
+line is removed and its trouble happens. Every process appends its pid to a file with the suffix `.pids`.
 """
 
 import math
@@ -37,14 +37,14 @@ SLOTS = 8  # requests that get a token in a step
 
 
 def settings(folder: Path) -> SamplerSettings:
-    """Of a sampler without a policy, with its checkpoint and its `troubles` in `folder`."""
+    """Return the settings of a sampler without a policy. folder: Contains its checkpoint and its `troubles`."""
     return SamplerSettings(
         checkpoint=folder, arguments={"troubles": str(folder / "troubles")}, numerics="fast", on_gpu=False
     )
 
 
 class FakeHost:
-    """`qarl.rollout.vllm.host.Host` without vLLM: it holds and proves tensors, but draws evenly whatever they are."""
+    """Replaces `qarl.rollout.vllm.host.Host`: stores and verifies tensors, but samples uniformly whatever they are."""
 
     execute = Host.execute
 
@@ -115,7 +115,7 @@ class FakeHost:
             yield name, count, partial(_first, response, count)
 
     def _advance(self) -> None:
-        """A token for each of the first `SLOTS` requests in progress."""
+        """Add a token to each of the first `SLOTS` requests in progress."""
         self._trouble("step")
         time.sleep(self._pace)
         for name, (response, count) in list(self._streams.items())[:SLOTS]:
@@ -126,7 +126,7 @@ class FakeHost:
                 self._ended.append((name, response))
 
     def generate(self, requests: Sequence[Request], sampling: SamplingParams, progress: Progress) -> list[Response]:
-        """One response after the other; troubles come after the first."""
+        """Generate one response after another. A trouble happens after the first response."""
         responses, tokens = [], 0
         for request in requests:
             responses.append(_draw(request, sampling))
@@ -171,7 +171,7 @@ class FakeHost:
                 time.sleep(600)
             case "slow":
                 self._pace = 0.05
-            case "endless":  # it draws until it is interrupted
+            case "endless":  # generates until it is interrupted
                 self._endless = True
             case "fail":
                 raise RuntimeError("out of blocks\nand a second line")
@@ -185,19 +185,19 @@ class FakeHost:
                     connection.sendall(rubbish()[lines[0].split()[2]])
                 time.sleep(600)
             case "lie":
-                self._offset = 1.0  # the canary's log-probs are off by it until the next publish
+                self._offset = 1.0  # error of the canary's log-probs until the next publish
             case other:
                 raise AssertionError(f"no trouble {other!r}")
 
 
 def frame(message: object) -> bytes:
-    """What a channel sends of a message."""
+    """Return the bytes that a channel sends for a message."""
     data = pickle.dumps(message)
     return HEADER.pack(len(data)) + data
 
 
 def rubbish() -> dict[str, bytes]:
-    """What a sampler that has lost its mind writes, by name."""
+    """Return invalid bytes that a broken sampler may send, by name."""
     return {
         "noise": random.Random(14).randbytes(4096),
         "code": frame(("done", os.system)),
@@ -220,14 +220,14 @@ def _draw(request: Request, sampling: SamplingParams) -> Response:
 
 
 def install(replace=setattr) -> None:
-    """Let `SamplerProcess` start forks with a `FakeHost`. replace: `monkeypatch.setattr` in a test."""
+    """Make `SamplerProcess` start forks with a `FakeHost`. replace: `monkeypatch.setattr` in a test."""
     forked_worker.install(FakeHost, replace)
 
 
 def limit_only_hangs(folder: Path, replace=setattr) -> None:
-    """Let `timeout_s` count from the trouble `hang` on, and for nothing else, however slow this machine is.
+    """Apply `timeout_s` only after the trouble `hang`, so that a slow machine is not taken for a hang.
 
-    folder: of the troubles. replace: as in `install`.
+    folder: Folder of the troubles. replace: See `install`.
     """
     poll = process.SamplerProcess.poll
 
@@ -242,21 +242,21 @@ def limit_only_hangs(folder: Path, replace=setattr) -> None:
 
 
 def pids(troubles: Path) -> list[int]:
-    """Of the samplers started so far, in order."""
+    """Return the pids of the samplers started so far, in order."""
     path = troubles.with_suffix(".pids")
     return [int(line) for line in path.read_text().split()] if path.exists() else []
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that ended and was not waited for does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):  # the latter: it went between the opening and the reading
+    except (FileNotFoundError, ProcessLookupError):  # the latter: it ended between open and read
         return False
 
 
 def gone(pid: int, within_s: float = 60.0) -> bool:
-    """Whether a process ends within a while."""
+    """Wait up to `within_s` seconds for the end of a process. Returns whether it ended."""
     deadline = time.monotonic() + within_s
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -264,11 +264,11 @@ def gone(pid: int, within_s: float = 60.0) -> bool:
 
 
 def memory_files() -> int:
-    """Memory files of transports that this process has open."""
+    """Return the number of open memory files of transports in this process."""
     links = []
     for fd in os.listdir("/proc/self/fd"):
         try:
             links.append(os.readlink(f"/proc/self/fd/{fd}"))
-        except FileNotFoundError:  # the listing's own
+        except FileNotFoundError:  # the descriptor of the listing itself
             continue
     return sum("qarl-publish" in link for link in links)

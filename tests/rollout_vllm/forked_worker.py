@@ -1,4 +1,4 @@
-"""A sampler's process that is a fork of the learner's: it starts with everything imported that the learner has."""
+"""Starts the sampler's process as a fork of the learner's, so that it need not import anything again."""
 
 import sys
 from functools import partial
@@ -13,7 +13,7 @@ from qarl.rollout.vllm.host import Host
 
 
 def _serve(host: type, command: list[str]) -> None:
-    """`python -m qarl.rollout.child` with another host."""
+    """Run `python -m qarl.rollout.child` with another class of host."""
     sys.argv = command[3:]
     worker.Host = host
     worker.import_ahead = getattr(host, "import_ahead", worker.import_ahead)
@@ -21,6 +21,6 @@ def _serve(host: type, command: list[str]) -> None:
 
 
 def install(host: type = Host, replace: Any = setattr) -> None:
-    """Let `SamplerProcess` start forks, which serve such a host. replace: `monkeypatch.setattr` in a test."""
+    """Make `SamplerProcess` start forks that run a `host`. replace: `monkeypatch.setattr` in a test."""
     popen = partial(forked_popen.ForkedPopen, body=partial(_serve, host))
     forked_popen.install(process, popen, replace)

@@ -8,7 +8,7 @@ ACCEPTS = 0x10000  # a flag in /proc/net/unix
 
 
 def listening(pid: int) -> list[str]:
-    """`tcp 0100007F:1F90`, `unix @name`, ... for each socket of the process that listens, in the kernel's notation."""
+    """Return each listening socket of a process in the kernel's notation: `tcp 0100007F:1F90`, `unix @name`."""
     inodes = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         try:

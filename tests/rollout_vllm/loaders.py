@@ -1,4 +1,4 @@
-"""Models with experts as vLLM's, and the loader of published tensors into a model."""
+"""Models with the module names of vLLM's mixtures, and a `Loader` for them."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ EXPERTS = "layers.0.mlp.experts"
 
 
 def model_of(experts: nn.Module) -> nn.Module:
-    """A model whose only layer is `layers.0.mlp.experts.routed_experts`."""
+    """Return a model whose only layer, `layers.0.mlp.experts.routed_experts`, is `experts`."""
     model = nn.Module()
     model.layers = nn.ModuleList([nn.Module()])
     model.layers[0].mlp = nn.Module()
@@ -24,7 +24,7 @@ def model_of(experts: nn.Module) -> nn.Module:
 
 
 def loader_of(model: nn.Module, held: Any, expected: dict[str, Any], device: str = "cpu", **worker: Any) -> Loader:
-    """A loader without a checkpoint, as for the only GPU of a model. worker: Further attributes of vLLM's worker."""
+    """Return a loader without checkpoint and staging, for an unsharded model. worker: More attributes of the worker."""
     runner = SimpleNamespace(get_model=lambda: model)
     vllm = SimpleNamespace(device=torch.device(device), model_runner=runner, **worker)
     return Loader(vllm, held, expected, Path("no checkpoint"), staging=False, shard=Shard())

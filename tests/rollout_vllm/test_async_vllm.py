@@ -28,7 +28,7 @@ PROMPT = [5, 70, 90]
 
 
 class Scripted(FakeHost):
-    """Answers each request with the tokens that `answers` has for its prompt, and keeps the requests."""
+    """Answers a request with the tokens of its prompt in `answers`, and records the requests."""
 
     answers: dict[tuple[int, ...], list[int]]
     requests: list[tuple[str, Request, SamplingParams]]
@@ -41,7 +41,7 @@ class Scripted(FakeHost):
 
 @pytest.fixture
 def made(tiny_model, tmp_path):
-    """made(in_flight, sampling) -> a scripted vLLM and what serves it."""
+    """made(in_flight, sampling) -> a scripted vLLM, and the `VLLMHost` that runs it."""
 
     def make(in_flight: str = "recompute_kv", sampling: SamplingParams = SAMPLING) -> tuple[Scripted, VLLMHost]:
         (tmp_path / "troubles").write_text("")
@@ -55,7 +55,7 @@ def made(tiny_model, tmp_path):
 
 
 def publish(served: VLLMHost, version: int) -> list[tuple[Any, ...]]:
-    """As the server does: first what vLLM has ahead."""
+    """Publish as `Server` does: finish scheduled batches, load, score. Returns the responses that ended."""
     ended = served.settle()
     update = WeightUpdate(version, [None], {}, [[1, 2, 3]])
     served.publish(update, served.receive(update, [], pytest.fail))
@@ -181,7 +181,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def fakes(qarl, even_model, tmp_path_factory) -> Runs:
-    """Of which responses take up to 24 steps of the sampler."""
+    """Runs with `fake_sampler` in which a response has up to 24 tokens."""
     folder = tmp_path_factory.mktemp("fakes")
     (folder / "troubles").write_text("")
     rollout = {"engine": "vllm", "numerics": "fast", "max_response_length": 24}

@@ -74,7 +74,7 @@ def raw() -> Iterator[tuple[Channel, socket.socket]]:
 
 
 def sent(pair: tuple[Channel, Channel], kind: str, body: Any) -> tuple[str, Any]:
-    """What arrives of a message, which may be larger than what a socket holds."""
+    """Send a message from a thread, as it may exceed the socket's buffer, and return the received message."""
     sender = threading.Thread(target=pair[0].send, args=(kind, body, 100))
     sender.start()
     arrived = pair[1].poll(100)

@@ -28,7 +28,7 @@ MEANT = "above the mean of 0.2500 that the first load allows: vLLM does not use 
 
 
 class Case:
-    """An engine on a policy, the troubles to come and what it said."""
+    """A policy, its engine, the troubles of the fake sampler, and the lines that the engine reported."""
 
     def __init__(self, model: Path, folder: Path) -> None:
         self.model, self.folder, self.said = model, folder, []
@@ -55,7 +55,7 @@ class Case:
 
     @torch.no_grad()
     def learn(self, version: int) -> None:
-        """A new version, in which one matrix differs."""
+        """Negate one matrix of the policy and give the result this version."""
         dict(self.policy.named_parameters())["model.layers.1.mlp.up_proj.weight"].mul_(-1)
         self.policy.refresh(version)
 
@@ -66,7 +66,7 @@ class Case:
 
 @pytest.fixture
 def case(even_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
-    """Afterwards no process, memory file or exported policy may be left."""
+    """A `Case`. Checks afterwards that no process, memory file or checkpoint is left."""
     fake_sampler.install(monkeypatch.setattr)
     open_before = fake_sampler.memory_files()
     made = Case(even_model, tmp_path)
@@ -149,7 +149,7 @@ def test_a_sampler_that_fails_in_or_before_a_publish_is_replaced_at_the_new_vers
 
 @pytest.fixture
 def asleep(case, monkeypatch) -> Callable[..., VLLMEngine]:
-    """An engine whose sampler sleeps, and gave 1,000 bytes back; so many bytes of the GPU are free now."""
+    """made(*troubles, free, ...) -> an engine whose sampler freed 1,000 bytes to sleep. free: Free bytes of the GPU."""
 
     def made(*troubles: str, free: int, update_bytes: int | None = 500, **vllm: Any) -> VLLMEngine:
         monkeypatch.setattr("qarl.rollout.shared.has_headroom", lambda device, needed: free >= needed)

@@ -33,7 +33,7 @@ def ignore(responses: int, tokens: int) -> None:
 
 
 class Stop(BaseException):
-    """What the user's interrupt raises."""
+    """The exception of a user's interrupt."""
 
 
 def stop(responses: int, tokens: int) -> None:
@@ -43,9 +43,9 @@ def stop(responses: int, tokens: int) -> None:
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., SamplerProcess]]:
-    """start(*troubles, timeout_s=30) -> a sampler that is ready; afterwards nothing of it may be left.
+    """start(*troubles, timeout_s=30) -> a started sampler. Checks afterwards that nothing of it is left.
 
-    timeout_s: once it is ready, so that a start on a busy machine is no hang.
+    timeout_s: Applies after the start, so that a slow start on a busy machine does not count as a hang.
     """
     fake_sampler.install(monkeypatch.setattr)
     open_before = fake_sampler.memory_files()
@@ -67,7 +67,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 @pytest.fixture
 def answer(start) -> list[Response]:
-    """What an undisturbed sampler answers to ORDER."""
+    """The answer to ORDER of a sampler without troubles."""
     return start().call("generate", ORDER, ignore)
 
 

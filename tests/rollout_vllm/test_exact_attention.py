@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def builder():
-    """Over two layers, which vLLM names in another order than theirs."""
+    """Return a metadata builder and its two layers, which vLLM lists in reverse order."""
     from qarl.rollout.vllm.exact.attention import AttentionBuilder, CachedLayer
 
     layers = [CachedLayer(index, HEADS, DIM, torch.bfloat16) for index in range(2)]
@@ -35,7 +35,7 @@ def builder():
 
 
 def batch(counts: list[int], lengths: list[int]) -> SimpleNamespace:
-    """As vLLM describes one: the tokens of each sequence in the batch, and all its tokens so far."""
+    """Return vLLM's metadata of a batch. counts, lengths: Number of new and of all tokens per sequence."""
     tables = torch.tensor([[3, 5, 1], [2, 4, 7], [6, 0, 0]], dtype=torch.int32)[: len(counts)]
     starts = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
     positions = [p for c, n in zip(counts, lengths, strict=True) for p in range(n - c, n)]

@@ -47,7 +47,7 @@ def published(name: str, group: int | None, seed: int) -> dict[str, Tensor]:
 
 
 class CompressedTensorsWNA16MoEMethod:
-    """By this name vLLM's loaders know what may be transposed. Repacks in another order, under new names."""
+    """vLLM's loaders transpose only for a class of this name. Repacks by reversing the rows and renaming."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         for name, parameter in list(layer.named_parameters()):
@@ -57,7 +57,7 @@ class CompressedTensorsWNA16MoEMethod:
 
 
 def started(tensors: dict[str, Tensor], strategy: str, transposed: bool) -> nn.Module:
-    """A layer as vLLM leaves it at a start, with parameters for such tensors and two that nothing is loaded into."""
+    """Return a layer as vLLM starts with: parameters for these tensors, and two that no tensor is loaded into."""
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
     from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
     from vllm.model_executor.model_loader.reload import record_metadata_for_reloading

@@ -1,4 +1,4 @@
-"""The tensors of a snapshot that a model holds, and faults of a load; on modules with vLLM's layouts."""
+"""`LoadedModel` finds a snapshot's tensors and detects wrong loads, on modules with vLLM's layouts."""
 
 from collections.abc import Callable
 
@@ -41,8 +41,8 @@ def snapshot(seed: int = 0) -> dict[str, Tensor]:
 
 
 class Model(nn.Module):
-    """embed, norm: as published. qkv_proj: fused and transposed, its scales float32.
-    hidden: its bytes in an order of its own. library: its weights are not among its tensors."""
+    """A model with each layout. embed, norm: As published. qkv_proj: Fused and transposed, scales in float32.
+    hidden: Reordered, so not found. library: Its weights are not among its tensors."""
 
     packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}  # noqa: RUF012
 
@@ -115,7 +115,7 @@ def test_the_first_version_and_a_new_one_pass_when_they_are_loaded(model, held) 
 
 
 def keep(name: str) -> Callable[[Model], None]:
-    """The load leaves out a buffer, which stays what it was."""
+    """Return a faulty load: it leaves the old values in this buffer."""
 
     def change(model: Model) -> None:
         owner, _, attribute = name.rpartition(".")
@@ -130,7 +130,7 @@ def swap_rows(model: Model) -> None:
 
 
 def last_bit_of_a_scale(model: Model) -> None:
-    """Less than the published dtype can hold, so that rounding would hide it."""
+    """Change a float32 scale by less than the published dtype resolves, so that rounding would hide it."""
     model.layers[0].qkv_proj.weight_scale.view(torch.int32)[7] ^= 1
 
 

@@ -1,4 +1,4 @@
-"""Experts that vLLM's own kernels hold as they are published: found, written as two stacks, and proved."""
+"""Experts that vLLM stores as published are found, written in place as two stacks, and verified."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ LAYER = f"{EXPERTS}.routed_experts"
 
 
 def snapshot(seed: int) -> dict[str, Tensor]:
-    """Codes of a byte and 16-bit scales of each expert, as they travel."""
+    """Return the int8 codes and bf16 scales of all experts, as published."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for expert in range(COUNT):
@@ -30,7 +30,7 @@ def snapshot(seed: int) -> dict[str, Tensor]:
 
 
 def as_vllm(tensors: dict[str, Tensor]) -> nn.Module:
-    """A model whose layer has, as vLLM's grouped kernels for CUDA, a parameter of all experts for each suffix."""
+    """Return a model with one parameter of all experts per suffix, like vLLM's grouped CUDA kernels."""
     layer = nn.Module()
     layer.moe_config = SimpleNamespace(num_experts=COUNT)
     for name, tensor in tensors.items():
@@ -42,7 +42,7 @@ def as_vllm(tensors: dict[str, Tensor]) -> nn.Module:
 
 
 def loaded(model: nn.Module, version: dict[str, Tensor]) -> tuple[LoadedModel, Loader]:
-    """What loads into it, as on a GPU. The model has no loaders of its own."""
+    """Return the loaded model and its `Loader`, as on a GPU. The model cannot load by itself."""
     expected = fingerprints(version.items())
     held = LoadedModel(model, expected)
     return held, loader_of(model, held, expected, "cuda")

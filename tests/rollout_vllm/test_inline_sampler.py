@@ -15,7 +15,7 @@ from qarl.weight_sync.sender import SamplerFault
 
 @pytest.fixture(autouse=True)
 def _modes_and_environment():
-    """As they were: later tests of this process start samplers, which take the environment with them."""
+    """Restore torch's modes and the environment, which samplers of later tests in this process inherit."""
     before = dict(os.environ)
     yield
     os.environ.clear()
@@ -34,7 +34,7 @@ def modes() -> tuple[bool, bool, bool]:
 
 
 class RecordingHost:
-    """In place of vLLM: notes torch's modes at the start and at a wake, and fails at a sleep."""
+    """Replaces vLLM: records torch's modes at the start and when it wakes. Sleeping raises an error."""
 
     seen: ClassVar[list[tuple[bool, bool, bool]]] = []
     execute = Host.execute

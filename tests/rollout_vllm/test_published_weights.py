@@ -38,7 +38,7 @@ def case(name: str, tiny_model) -> Any:
 
 
 def made(case: Any, kernels: bool) -> PublishedWeights:
-    """Loaded as from a checkpoint, in which each expert stands by itself. kernels: as on a GPU."""
+    """Return weights loaded from separate tensors per expert, as in a checkpoint. kernels: For Triton, as on a GPU."""
     policy = case.policy
     config, ignore = policy.model.config, policy.quant.ignore
     weights = PublishedWeights(config, policy.scheme, ignore, 64, torch.bfloat16, CPU, False)

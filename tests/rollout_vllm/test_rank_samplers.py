@@ -55,10 +55,10 @@ def faked(folder: Path) -> str:
 
 @dataclass
 class Done:
-    """A run on ranks that ended.
+    """A run on several ranks that has ended.
 
-    code: of the launcher, or what all ranks of forks gave, a list if it differs. errors: of the launcher.
-    rollouts: [(prompt id, token ids)] of each step.
+    code: Exit code of the launcher, or of all forked ranks (a list if they differ). errors: Lines of the launcher.
+    rollouts: Per step, [(prompt id, sample, completion)].
     """
 
     code: Any
@@ -81,7 +81,7 @@ class Done:
 
 
 def train(qarl: Qarl, folder: Path, config: Path, count: int, before: str, *overrides: str) -> Done:
-    """`qarl train --nproc` and its ranks, in forks of qarl's server. before: Python that each rank runs first."""
+    """Run `qarl train --nproc`, with forks as ranks. before: Python code that each rank runs first."""
     (first := folder / "before.py").write_text(before)
     run = folder / "run"
     argv = ["train", "--nproc", count, config, f"train.run_dir={run}", *overrides]
@@ -98,7 +98,7 @@ def run_fake(
     forked: bool = False,
     vllm: dict[str, Any],
 ) -> Done:
-    """A run on two ranks, by `qarl train`, or in forks of a server. troubles: of rank 0, of rank 1."""
+    """Run two ranks with `qarl train`, or without it if `forked`. troubles: Those of rank 0, and of rank 1."""
     for rank, lines in enumerate(troubles):
         (folder / f"troubles-{rank}").write_text("\n".join(lines))
     rollout = {"engine": "vllm", "vllm": {"args": {"troubles": str(folder / "troubles")}, **vllm}}
@@ -114,19 +114,19 @@ def run_fake(
 
 @pytest.fixture
 def fake(qarl: Qarl, even_model: Path, tmp_path: Path) -> Callable[..., Done]:
-    """`run_fake` with a model, in a directory of the test's own."""
+    """`run_fake` with `even_model`, in the test's directory."""
     return partial(run_fake, qarl, even_model, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def one(qarl: Qarl, even_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """The undisturbed run of two ranks with one sampler."""
+    """A run without troubles of two ranks with one sampler."""
     folder = tmp_path_factory.mktemp("one")
     return run_fake(qarl, even_model, folder, [], forked=True, vllm={"data_parallel": 1})
 
 
 def pids(done: Done, rank: int) -> list[int]:
-    """Of the rank's samplers."""
+    """Return the pids of a rank's samplers."""
     return fake_sampler.pids(done.run.parent / f"troubles-{rank}")
 
 

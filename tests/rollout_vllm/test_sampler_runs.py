@@ -20,7 +20,7 @@ INSTALL = f"import sys; sys.path.append({str(Path(__file__).parent)!r}); import 
 
 
 class Course:
-    """Starts of one command, each with its troubles."""
+    """One training command that is started several times, each time with its own troubles."""
 
     def __init__(self, qarl: Qarl, model: Path, folder: Path) -> None:
         self.qarl, self.run, self.troubles = qarl, folder / "run", folder / "troubles"
@@ -30,8 +30,8 @@ class Course:
         self.config = write_config(folder / "c.yaml", data)
 
     def stage(self, *troubles: str, signum: int = 0) -> SimpleNamespace:
-        """How the command ended, its directory's `files`, last checkpoint (`saved`) and `steps`, and whether its
-        sampler `outlived` it. signum: sent to the learner when the last trouble has come."""
+        """Run the command. Returns how it ended, `files` and `steps` of its directory, the last checkpoint (`saved`),
+        and whether its sampler `outlived` it. signum: Signal to send to the learner after the last trouble."""
         self.troubles.write_text("\n".join(troubles))
         started = self.qarl.start("train", self.config, f"train.run_dir={self.run}", before=INSTALL)
         if signum:

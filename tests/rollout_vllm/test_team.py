@@ -1,4 +1,4 @@
-"""Several processes that are one vLLM: they do the same and end together. Without vLLM, then with it."""
+"""`TensorParallelSampler`: its processes do the same and end together. Without vLLM, then with it."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from qarl.weight_sync.update import WeightUpdate
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., TensorParallelSampler]]:
-    """start(troubles of the first, of the second) -> a team that is ready; afterwards nothing of it may be left."""
+    """start(troubles of rank 0, of rank 1) -> a started sampler. Checks afterwards that nothing of it is left."""
     real = fake_sampler.FakeHost.__init__
 
     def own_troubles(self, settings, expected, phases) -> None:

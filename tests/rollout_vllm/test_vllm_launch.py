@@ -1,4 +1,4 @@
-"""From a configuration to vLLM's settings, memory, seeds and sampling parameters, and back to a text."""
+"""vLLM's settings, memory, seeds and sampling parameters from a configuration, and the text of a response."""
 
 import sys
 from contextlib import nullcontext

@@ -14,7 +14,7 @@ LAYERS, PER_TOKEN = 3, 2
 
 
 class Forwards:
-    """Stands for a model whose choice depends on a token's prefix; what a forward leaves is overwritten by the next."""
+    """Replaces a model that routes a token by its prefix. Each forward overwrites the experts of the previous one."""
 
     def __init__(self) -> None:
         self.left = torch.full((32, LAYERS, PER_TOKEN), 77)
@@ -23,7 +23,7 @@ class Forwards:
         return self.left[:count]
 
     def run(self, sequences: dict[str, list[int]], spans: list[tuple[str, int, int]]) -> tuple[SimpleNamespace, dict]:
-        """A batch of the tokens [start, stop) of requests, by name."""
+        """Return a batch of spans (request, start, stop), and its tokens per request."""
         rows = [self.choice(sequences[name], at) for name, start, stop in spans for at in range(start, stop)]
         self.left.fill_(77)
         self.left[: len(rows)] = torch.stack(rows)

@@ -69,7 +69,7 @@ def config(tiny_model: Callable[..., Path], tmp_path: Path) -> Path:
 
 
 def agreed(record: dict[str, Any], proved: float, mismatch: float) -> bool:
-    """Whether so much of a publish was read back, and sampler and learner differ by no more than that."""
+    """Return whether `proved_frac` reaches `proved`, and sampler and learner differ by less than `mismatch` nats."""
     gaps = record["publish/canary_abs_max"], record["mismatch/delta_abs_max"]
     return record["publish/proved_frac"] >= proved and all(0 < gap < mismatch for gap in gaps)
 
