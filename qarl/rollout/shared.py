@@ -101,6 +101,8 @@ class SharedEngine:
     def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, version: int, progress: Progress = ignore_progress
     ) -> list[Rollout]:
+        """See `RolloutEngine.generate`. prompts: Prompts of all ranks. Returns the responses to all of them."""
+
         def own() -> list[Rollout]:
             return generate_share(self._engine, prompts, sampling, version, progress, self._ranks, self._samplers)
 
@@ -125,7 +127,7 @@ class Learns(Protocol):
 
 @contextmanager
 def asleep(engine: RolloutEngine, learner: Learns, ranks: Ranks, rollout: RolloutConfig) -> Iterator[None]:
-    """Let each rank's sampler sleep inside the context, so that the learner can use its memory.
+    """Context manager: each rank's sampler sleeps, so that the learner can use its memory.
 
     The sampler begins to wake before the learner's last update if both fit in memory, otherwise on exit. Entering is a
     collective if a sampler spans the GPUs of several ranks.

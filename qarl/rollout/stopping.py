@@ -64,8 +64,10 @@ class Stopping:
         return text if stopped_by is None else text[: min(self._stop_positions(text), default=len(text))]
 
     def _text_before_stop(self, tokens: list[int]) -> str | None:
+        """Return the text before a stop string that the last token completes; None if it completes none."""
         if not self.sampling.stop or tokens[-1] in self._special:
             return None
+        # Decode only the last tokens at first: decoding the whole response at every token takes quadratic time.
         recent: list[int] = []
         for token in reversed(tokens):
             if len(recent) == self._tail:

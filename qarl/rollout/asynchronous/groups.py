@@ -32,7 +32,7 @@ class PendingGroup:
     Attributes:
         number: Number of the group in the run.
         step: Training step that the group was meant for when submitted, from 0; it determines the seed.
-        submitted: Training step before which the sampler got the group. It is learned from within `steps_ahead` steps.
+        submitted: Training step before which the sampler got the group. Learned from at most `steps_ahead` steps later.
         prompt: The prompt.
         seed: Seed of the random numbers of its responses.
         first: Number of the first sample.
@@ -128,6 +128,7 @@ class OrderLog:
         self.entries: list[Published | Added] = []
 
     def append(self, entry: Published | Added) -> None:
+        """Add an order, and drop those that no missing response needs."""
         self.entries.append(entry)
         self.prune()
 

@@ -199,7 +199,13 @@ class NativeHost:
 
 
 class Server:
-    """Executes the orders of one learner, and generates in between."""
+    """Executes the orders of one learner, and generates in between.
+
+    Args:
+        channel: Connection to the learner.
+        host: The engine that generates.
+        receiver: Receives the tensors of publishes, see `open_receiver`.
+    """
 
     def __init__(self, channel: Channel, host: NativeHost | VLLMHost, receiver: Any) -> None:
         self._channel, self._host, self._receiver = channel, host, receiver

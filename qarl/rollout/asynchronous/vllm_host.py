@@ -138,6 +138,7 @@ class VLLMHost:
         return [self._answer(self._responses.pop(name), response) for name, response in ended]
 
     def _answer(self, response: InProgress, end: Response) -> tuple[Any, ...]:
+        """Return a response as `NativeHost.step` does. A continued one is cut at a stop string that vLLM missed."""
         assert self._version is not None, "the first order is a publish"
         require_finite(end.logprobs, response.prompt, self._version)
         tokens, logprobs, versions = response.extended(end.token_ids, end.logprobs, self._version)

@@ -70,6 +70,7 @@ class AsyncRunner(Runner):
         return fits and super().serves(truncation, max_num_seqs, longest, record)
 
     def step(self, chunks: list[Chunk], computed: Computed) -> StepOutput:
+        # Rows [0, size) of `_tokens` are for decodes, including the padding of their graph; prefills follow.
         singles = [chunk for chunk in chunks if chunk.single]
         size = self._decode(singles) if singles else 0
         sequences, _ = rows_to_sample(singles, computed)

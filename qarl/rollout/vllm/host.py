@@ -364,10 +364,10 @@ def start_vllm(settings: SamplerSettings, numerics: Numerics, phases: Phases) ->
 
 @contextmanager
 def tolerate_memory_growth(worker: Any) -> Iterator[None]:
-    """Inside, vLLM's worker can sleep although other processes allocate memory on its GPU.
+    """Context manager: vLLM's worker can sleep although other processes allocate memory on its GPU.
 
-    After a sleep the worker compares the GPU's free memory with that before and raises an AssertionError if there is
-    less. By then it has freed its own memory, so the error is ignored.
+    After it has freed its own memory, the worker raises an AssertionError if the GPU has less free memory than before.
+    The sleep itself is complete by then, so the error is ignored.
     """
     sleep = worker.sleep
 

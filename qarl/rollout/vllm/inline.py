@@ -24,7 +24,7 @@ from qarl.weight_sync.sender import SamplerFault
 
 
 class InlineSampler(Sampler):
-    """A vLLM in this process. log: file for vLLM's log."""
+    """A vLLM in this process. log: File for vLLM's log."""
 
     transports = ()
 
@@ -80,7 +80,7 @@ class InlineSampler(Sampler):
 
 @contextmanager
 def _plain_algorithms() -> Iterator[None]:
-    """Inside, torch's deterministic algorithms are off, as in a separate process.
+    """Context manager: torch's deterministic algorithms are off, as in a separate process.
 
     With deterministic algorithms torch's compiler cannot benchmark kernels, and vLLM does not start.
     """

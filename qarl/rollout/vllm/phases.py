@@ -46,7 +46,7 @@ class Phases:
 
     @contextmanager
     def time_worker(self, loaded: Callable[[Any], None]) -> Iterator[None]:
-        """Inside, time the methods of the worker that vLLM creates.
+        """Context manager: time the methods of the worker that vLLM creates.
 
         Phases are those of `STEPS`, `graphs` (capture of CUDA graphs), `compile` (the call of `loaded`) and `engine`
         (time between the others).

@@ -101,6 +101,7 @@ class SamplerProcess(Sampler):
             raise
 
     def _spawn(self, numerics: str, threads: int | None) -> tuple[subprocess.Popen[bytes], Channel]:
+        """Start the process. threads: Number of CPU threads; None: vLLM's default."""
         channel, child = channel_pair()
         environment = sampler_environment(os.environ, self._plan)
         environment |= vllm_environment(environment, numerics, threads)

@@ -57,7 +57,7 @@ class RoutingRecorder:
 
     def record(self, batch: Any, scheduled: dict[str, int]) -> None:
         """Record a forward after its launch. batch: The model runner's. scheduled: Tokens by request."""
-        spans = []  # (request, position of its first row, number of rows)
+        spans = []  # (request, position of its first row, number of rows); vLLM appends "-SUFFIX" to request names
         for index, name in enumerate(batch.req_ids[: batch.num_reqs]):
             spans.append((int(name.split("-")[0]), int(batch.num_computed_tokens_cpu[index]), scheduled.get(name, 0)))
         rows = stored(self._experts(sum(span[2] for span in spans)), self._count).clone()
@@ -112,7 +112,7 @@ def _prefixes(tokens: list[int]) -> Iterator[int]:
 
 @contextmanager
 def record_forwards(model_runner: Any, recording: RoutingRecorder) -> Iterator[None]:
-    """Inside, record every forward of vLLM's model runner."""
+    """Context manager: record every forward of vLLM's model runner."""
     run = model_runner.execute_model
 
     @wraps(run)

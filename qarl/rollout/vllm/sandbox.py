@@ -24,9 +24,9 @@ INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 
 @contextmanager
 def without_listening_sockets(backend: str) -> Iterator[None]:
-    """Inside, torch's process groups use an in-memory store, and their listening sockets are closed.
+    """Context manager: torch's process groups use an in-memory store, and their listening sockets are closed.
 
-    vLLM must be started inside. backend: of the default group, the same as vLLM would choose.
+    vLLM must be started inside. backend: Backend of the default group, the same as vLLM would choose.
     """
     before = set(listening_sockets())
     if not dist.is_initialized():

@@ -108,6 +108,7 @@ class AttentionBuilder(AttentionMetadataBuilder[Any]):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> Attention:
+        """Return the attention of a batch. vLLM calls this once per step; only `common_attn_metadata` is used."""
         batch = common_attn_metadata
         caches = [layer.pages for layer in self._layers]
         if self._fused and batch.max_query_len == 1:

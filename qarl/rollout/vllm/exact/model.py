@@ -156,7 +156,7 @@ class ExactModel(nn.Module):
 
 @contextmanager
 def _plain_defaults() -> Iterator[None]:
-    """Inside, torch's default device and dtype are cpu and float32; vLLM changes them while it creates a model."""
+    """Context manager: torch's default device is cpu and dtype float32. vLLM changes them while it creates a model."""
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float32)
     try:

@@ -16,7 +16,7 @@ from qarl.rollout.vllm.exact.model import ExactModel
 
 @contextmanager
 def traced(model_runner: Any, policy: ExactModel, tracer: Tracer) -> Iterator[None]:
-    """Inside, the tracer records the forwards of vLLM's model runner.
+    """Context manager: the tracer records the forwards of vLLM's model runner.
 
     With asynchronous scheduling, vLLM's host does not know a sampled token yet when the next step runs and stores -1
     for it. Therefore the token ids of all forwards are remembered here.

@@ -101,7 +101,7 @@ def scale_permutations(device: torch.device) -> tuple[Tensor, ...]:
 
 @contextmanager
 def use_scale_permutations(permutations: tuple[Tensor, ...]) -> Iterator[None]:
-    """Inside, Marlin's repacking uses these `scale_permutations` instead of vLLM's lists.
+    """Context manager: Marlin's repacking uses these `scale_permutations` instead of vLLM's lists.
 
     vLLM copies a list to the device at each use. For a mixture of experts that means hundreds of synchronizations, and
     it is not possible in a CUDA graph.

@@ -42,7 +42,7 @@ def known_limits(quantization: dict[str, Any] | None, version: str, experts: boo
             return f"vLLM {version} has no kernel for NVFP4 weights on a CPU", ""
         if packed and not hasattr(torch.ops._C, "cpu_gemm_wna16"):
             unpacked = "" if activations is None else "; export it with --unpacked"
-            return f"vLLM {version} has no kernel for packed int4 weights on this CPU, it needs AVX-512{unpacked}", ""
+            return f"vLLM {version} has no kernel for packed int4 weights on this CPU: it needs AVX-512{unpacked}", ""
         if packed and activations is not None:
             return "", "its kernel for packed int4 weights leaves activations unquantized"
         if weights["type"] == "int" and weights["num_bits"] == 8:

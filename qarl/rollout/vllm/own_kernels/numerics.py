@@ -121,7 +121,7 @@ def routers_of(model: nn.Module) -> Experts:
 
 @contextmanager
 def routers_recorded() -> Iterator[None]:
-    """Inside, routers that vLLM creates get buffers for their choices. Enter it before CUDA graphs are captured."""
+    """Context manager: vLLM's routers write their choices to buffers. Must be entered before vLLM creates the model."""
     from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.router.base_router import BaseRouter
 

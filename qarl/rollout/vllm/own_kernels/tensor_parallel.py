@@ -133,7 +133,7 @@ def parallel_arguments(count: int, on_gpu: bool) -> dict[str, Any]:
     arguments: dict[str, Any] = {
         "tensor_parallel_size": count,
         "distributed_executor_backend": "external_launcher",
-        "disable_custom_all_reduce": True,  # a process sees only its own GPU; NCCL reduces instead
+        "disable_custom_all_reduce": True,  # needs the other processes' GPUs to be visible; NCCL reduces instead
         "async_scheduling": False,  # depends on timing, which may differ between processes
     }
     if on_gpu:
@@ -146,7 +146,7 @@ SHARED = ("psm_", "cpushm")  # name prefixes of vLLM's shared memory: Python's, 
 
 @contextmanager
 def rendezvous(file: Path, backend: str, index: int, count: int) -> Iterator[None]:
-    """Inside, vLLM starts as tensor parallel rank `index` of `count`.
+    """Context manager: vLLM starts as tensor parallel rank `index` of `count`.
 
     The rendezvous is a file that only this user can open, instead of vLLM's TCP store, and connections use the loopback
     interface (`settings.ENVIRONMENT`).
