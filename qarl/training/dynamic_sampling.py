@@ -93,7 +93,7 @@ def _groups(sampled: Sampled) -> list[_Group]:
 
 
 def _joined(groups: list[_Group], rounds: list[Sampled]) -> Sampled:
-    """Merge the chosen groups; keep the failures and messages of all rounds."""
+    """Merge the chosen groups into one step, with the failure counts and messages of all rounds."""
     of_groups = RewardResult.joined([group.source.scores.part(group.rows, first=False) for group in groups])
     whole = RewardResult.joined([one.scores for one in rounds])
     scores = replace(of_groups, failed=whole.failed, messages=whole.messages)

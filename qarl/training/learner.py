@@ -218,7 +218,7 @@ class Learner:
                 batch.router.fill(part, old := scores.packed())
             batch.router_shift.fill(part, scores.shift(old))
         if first:
-            assert batch.given or self.at_snapshot(batch), "logp_old after an update"
+            assert batch.given or self.at_snapshot(batch), "logp_old must be computed before the first update"
             mask = None if version is None else part.sampled_at(version)
             batch.logp_old.fill(part, logp, mask)
             own = slice(None) if mask is None else mask
@@ -307,7 +307,7 @@ class Learner:
                 elif slots is None and found is None:
                     found = self.logprobs(part)[0]
                 if needs.minibatch:
-                    assert found is not None, "neither known nor computed"
+                    assert found is not None, "log-probs are known or have been computed"
                     logp.fill(part, found)
                     if needs.shadow:
                         shadow.fill(part, self.shadow(part, found))
@@ -362,7 +362,7 @@ class Learner:
         self.totals.skipped += 1
         self.skipped_in_a_row += not searching
         if self.skipped_in_a_row > self.config.train.max_skipped_steps:
-            lower = f" or optim.loss_scale ({used:g}{' by now' if scale.dynamic else ''})" if used != 1.0 else ""
+            lower = f" or optim.loss_scale ({used:g}{' now' if scale.dynamic else ''})" if used != 1.0 else ""
             raise UserError(
                 f"learner: the gradient was not finite in {self.skipped_in_a_row} optimizer steps in a row "
                 f"(train.max_skipped_steps); lower optim.lr{lower}, or look at the last rollouts and rewards"

@@ -71,7 +71,7 @@ class GivenResponses(LocalEngine):
     def _rollout(self, prompt: Prompt) -> Rollout:
         """Return a given response as a rollout. Its log-probs are 0, because no sampler reported any."""
         given = prompt.response
-        assert given is not None, "a row without a response"
+        assert given is not None, "a prompt of given data has a response"
         tokens, version = given.token_ids, self.policy.version
         reason: FinishReason = "stop" if given.complete else "length"
         return Rollout(prompt.id, 0, tokens, [0.0] * len(tokens), reason, version, 0, "", written=given.written)

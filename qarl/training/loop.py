@@ -170,7 +170,7 @@ class Loop:
     ) -> None:
         self.config, self.run, self.directory, self.console, self.guard = config, run, directory, console, guard
         self.ranks = run.learner.ranks
-        self.keeper = CheckpointManager(config.checkpoint, run, directory, console)
+        self.checkpoints = CheckpointManager(config.checkpoint, run, directory, console)
         self.alarms = Alarms(config, run.learner.objective, console.warn)
         self.agreement = Agreement(config, run.policy, console.warn)
 
@@ -183,19 +183,19 @@ class Loop:
         Returns:
             The exit code of the run: 0, or 128 + the number of the signal that stopped it.
         """
-        config, run, keeper, ranks = self.config, self.run, self.keeper, self.ranks
-        step = keeper.resume()
+        config, run, checkpoints, ranks = self.config, self.run, self.checkpoints, self.ranks
+        step = checkpoints.resume()
         for line in run.evaluation.check(self.directory.path, step):
             self.console.warn(line)
         with self.console.phase("sampler"):
             publish_together(run.engine, run.policy.current, ranks, config.rollout)
         with together(ranks, self.recorder) as recorder:
-            for change in self.directory.begin(run.inputs.record(), keeper.history):
+            for change in self.directory.begin(run.inputs.record(), checkpoints.history):
                 self.console.warn(f"since the last start {change}")
             together(ranks, lambda: recorder.truncate(step))
             run.evaluation.begin(self.directory.path, step)
             self.guard.defer()
-            keeper.finish(step)
+            checkpoints.finish(step)
             try:
                 while True:
                     self.evaluate(step, recorder)
@@ -204,20 +204,20 @@ class Loop:
                     self.take(step, recorder)
                     step += 1
                     if step % config.checkpoint.every == 0:
-                        keeper.save()
+                        checkpoints.save()
                 if config.checkpoint.save_final:
-                    keeper.save()
+                    checkpoints.save()
                 run.updates.finish()
             except Interrupted as stop:
-                keeper.save()
-                saved = f"stopped after step {step}, saved; {keeper.how_to_resume()} resumes from there"
+                checkpoints.save()
+                saved = f"stopped after step {step}, saved; {checkpoints.how_to_resume()} resumes from there"
                 nothing = "stopped in step 1: nothing to save; rerun the same command to start over"
                 self.console.message(saved if step else nothing)
                 return stop.exit_code
             except StoppedAtOnce:
                 raise
             except BaseException as fault:  # also SystemExit, which user code may raise: finished steps must be saved
-                keeper.rescue(recorder, fault)
+                checkpoints.rescue(recorder, fault)
                 raise
         return 0
 
@@ -234,7 +234,7 @@ class Loop:
         if not run.evaluation.due(step):
             return
         if step == self.config.train.steps and self.config.checkpoint.save_final:
-            self.keeper.save()  # first, since an evaluation may take long
+            self.checkpoints.save()  # first, since an evaluation may take long
         run.evaluation.at(step, run.engine, run.policy, self.console, self.guard.check, recorder.track)
 
     def take(self, step: int, recorder: Recorder) -> None:
@@ -247,13 +247,13 @@ class Loop:
             step: Step number, counted from 0.
             recorder: Writes the records.
         """
-        config, run, keeper = self.config, self.run, self.keeper
+        config, run, checkpoints = self.config, self.run, self.checkpoints
         due = config.diagnostics.due(step + 1)
         rollouts_due = recorder.rollouts_due(step + 1) and not config.given
         objective, truncation, stop = run.learner.objective, run.sampling.truncation, run.sampling.stop_token_ids
         clock = Clock()
         probe = Probe(run.policy, objective, config, truncation, due, bool(due) or rollouts_due, stop, self.ranks)
-        record = StepRecord(run, probe, rollouts_due, lambda metrics: keeper.learned(step + 1, metrics))
+        record = StepRecord(run, probe, rollouts_due, lambda metrics: checkpoints.learned(step + 1, metrics))
         # The record comes last: it needs the probe's results, and its hook marks the step as learned.
         observers: list[Observer] = [
             clock,
@@ -307,7 +307,7 @@ class Loop:
                 raise failure or error from None
 
         together(self.ranks, log)
-        self.keeper.finish(step)
+        self.checkpoints.finish(step)
         self.ranks.all_agree(failure)
         if trace.rows is not None:
             self.console.samples(step, trace.rows[:: self.config.rollout.n])  # one response per prompt

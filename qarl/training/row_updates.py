@@ -111,7 +111,7 @@ class RowUpdates(Updates):
 
     @torch.no_grad()
     def load(self, read: Callable[[str, str, int, int], Tensor], meta: dict[str, Any], version: int) -> None:
-        elsewhere = self.shards.keys() - self._own_shards.keys()
+        elsewhere = self.shards.keys() - self._own_shards.keys()  # masters without rows on this rank
         own = {**meta, "tensors": [name for name in meta["tensors"] if name.rpartition("/")[0] not in elsewhere]}
 
         def part(full_name: str, shape: torch.Size) -> Tensor:
