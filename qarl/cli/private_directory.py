@@ -1,7 +1,7 @@
 """The private rendezvous directory of `qarl train --nproc`. Imports no torch.
 
 A launcher removes its own directory at the end, and at its start those of killed launchers. The launcher locks a file
-in its directory, and its ranks inherit the file descriptor. So if nobody holds the lock, all of them are gone.
+in its directory, and its ranks inherit the file descriptor. If the lock is free, they have all ended.
 """
 
 from __future__ import annotations

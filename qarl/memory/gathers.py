@@ -40,7 +40,7 @@ def _stored(block: Block, scheme: Scheme | None, width: int) -> list[int]:
 
 
 def _most_held(gather: Iterable[tuple[Block, int]], ranks: int) -> int:
-    """Return the peak bytes of the messages of a gather, of which at most `IN_FLIGHT` + 1 are in memory at once.
+    """Return the peak memory of a gather's messages, in bytes. At most `IN_FLIGHT` + 1 are in memory at once.
 
     gather: (block, bytes of one of its tensors) per tensor.
     """
